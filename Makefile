@@ -1,0 +1,43 @@
+# Each target makes .venv and installs what it needs, pinned by constraints.txt; nothing is done twice.
+PYTHON ?= python3
+BIN = .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test lint bench docs mutants clean
+.DELETE_ON_ERROR:
+
+demo: .venv/base.done
+	$(BIN)/python examples/tour.py
+
+test: .venv/test.done
+	$(BIN)/python -m pytest -n auto
+
+lint: .venv/lint.done
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: .venv/test.done
+	$(BIN)/python benchmarks/numpy_road.py
+
+# Rewrites the tables in docs/ that are made from the code, then runs every example in them.
+docs: .venv/test.done
+	$(BIN)/python scripts/make_tables.py
+	$(BIN)/python -m pytest tests/test_docs.py
+
+mutants: .venv/test.done
+	$(BIN)/python scripts/mutants.py
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/base.done: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/%.done: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$*]"
+	@touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist

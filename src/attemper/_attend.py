@@ -1,0 +1,340 @@
+"""The operator: a Problem goes to a backend and comes back as output and Reading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from ._arrays import Array, dtype_name, require_array
+from ._errors import BackendError, OptionError, explain, unknown
+from ._problem import Problem, pose
+from ._reading import Reading, choose
+
+BACKENDS = ("reference", "numpy")
+"""Every backend, by the name of its module."""
+
+AUTO = ("numpy",)
+"""What `backend="auto"` tries, best first."""
+
+ScaleRule: TypeAlias = Literal["sqrt_dk", "unscaled", "dk"]
+Scale: TypeAlias = float | Array | ScaleRule | None
+Window: TypeAlias = tuple[int | None, int | None] | None
+Stats: TypeAlias = str | Sequence[str]
+
+
+class Attended(NamedTuple):
+    """What attention returns: the output, (*batch, heads, queries, value_dim), and its Reading."""
+
+    output: Array
+    reading: Reading
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Trace:
+    """Every step of one call as an explicit matrix, (*batch, heads, queries, keys).
+
+    Matrices are float32 or wider; the output has the operands' dtype.
+    """
+
+    scores: Array
+    """q·kᵀ"""
+    scaled: Array
+    """times the scale"""
+    capped: Array
+    """after softcap"""
+    masked: Array
+    """after the mask: −inf where a key is hidden"""
+    weights: Array
+    """softmax, before dropout; rows that see no key are 0, and a sink's share is missing"""
+    output: Array
+    """weights·v"""
+
+    def __repr__(self) -> str:
+        names = ("scores", "scaled", "capped", "masked", "weights", "output")
+        return "Trace(" + ", ".join(f"{n} {tuple(getattr(self, n).shape)}" for n in names) + ")"
+
+
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    attn_mask: Array | None = None,
+    is_causal: bool = False,
+    query_offset: int | Array | Literal["bottom-right"] = 0,
+    window: Window = None,
+    key_lengths: Array | Sequence[int] | None = None,
+    cu_seqlens: Array | Sequence[Any] | None = None,
+    scale: Scale = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    enable_gqa: bool = False,
+    stats: Stats = "all",
+    differentiable: bool = False,
+    backend: str = "auto",
+) -> Attended:
+    """softmax(scale · q·kᵀ)·v, and what happened inside the softmax, without the queries × keys matrix.
+
+    Shapes are (*batch, heads, length, head_dim), rank 2 (one head) to 5. Batch axes broadcast; v may have its own
+    head_dim; with `enable_gqa` a key head serves a group of query heads.
+
+    Args:
+        q: (*batch, heads, queries, head_dim).
+        k: (*batch, kv_heads, keys, head_dim).
+        v: (*batch, kv_heads, keys, value_dim).
+        attn_mask: broadcasts to (*batch, heads, queries, keys): bool (True = attend), or floating and added to the
+            scores. Only False and −inf hide a key.
+        is_causal: query i sees keys j ≤ i + query_offset. Combines with every other mask.
+        query_offset: query i stands at position i + query_offset among the keys: a number, one per batch entry, or
+            "bottom-right", which lines the last query up with the last visible key. For 2 queries and 4 keys:
+
+                0 (top-left)    "bottom-right" (2)
+                x . . .         x x x .
+                x x . .         x x x x
+        window: (left, right): query i sees i + offset − left ≤ j ≤ i + offset + right; None leaves a side open.
+        key_lengths: keys from here on are padding: one length per batch entry.
+        cu_seqlens: sequences packed along the length, as starts and end ([0, 3, 8] packs 3 and 5): one array, or a
+            pair (queries, keys). Positions count from each sequence's start.
+        scale: None (1/√head_dim), a number, one per head, or "sqrt_dk", "dk", "unscaled".
+        softcap: scores become softcap · tanh(score / softcap), before the mask.
+        sinks: a logit per head that joins the softmax's denominator only.
+        dropout_p: the share of weights to drop; the kept ones grow by 1/(1 − dropout_p). The Reading is of the weights
+            before dropout.
+        seed: for dropout: the same seed drops the same weights on every backend. None draws one from np.random.
+        enable_gqa: let key heads serve groups of query heads.
+        stats: "all", "none", or names of Reading fields.
+        differentiable: let gradients flow through the Reading (torch only).
+        backend: "auto", or a name; a named backend runs or raises. The Reading records which one ran.
+
+    Returns:
+        (output, reading). A row that sees no key outputs 0, and NaN in a key, value or bias that a row does not see
+        never reaches it.
+
+    >>> import numpy as np
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 128, 64), dtype=np.float32)
+    >>> output, reading = attend(q, k, v, is_causal=True)
+    >>> output.shape, reading.entropy.shape, reading.backend
+    ((8, 128, 64), (8, 128), 'numpy')
+    """
+    problem = pose(
+        q,
+        k,
+        _given("v", v),
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        window=window,
+        key_lengths=key_lengths,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        enable_gqa=enable_gqa,
+    )
+    output, reading = _run(problem, stats, differentiable, backend)
+    return Attended(output, reading)
+
+
+def read(
+    q: Array,
+    k: Array,
+    *,
+    attn_mask: Array | None = None,
+    is_causal: bool = False,
+    query_offset: int | Array | Literal["bottom-right"] = 0,
+    window: Window = None,
+    key_lengths: Array | Sequence[int] | None = None,
+    cu_seqlens: Array | Sequence[Any] | None = None,
+    scale: Scale = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    enable_gqa: bool = False,
+    stats: Stats = "all",
+    differentiable: bool = False,
+    backend: str = "auto",
+) -> Reading:
+    """The Reading of `attend` without values: half the work, no output and no `output_norm`.
+
+    Takes the keywords of `attend`. Dropout changes nothing here: a Reading is of the weights before it.
+
+    >>> import numpy as np
+    >>> q, k = np.random.default_rng(0).standard_normal((2, 8, 128, 64), dtype=np.float32)
+    >>> bool((read(q, k).entropy > read(q, k, scale="unscaled").entropy).all())
+    True
+    """
+    problem = pose(
+        q,
+        k,
+        None,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        window=window,
+        key_lengths=key_lengths,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        enable_gqa=enable_gqa,
+    )
+    return _run(problem, stats, differentiable, backend)[1]
+
+
+def scaled_dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Array | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Array:
+    """`torch.nn.functional.scaled_dot_product_attention`: its signature and meaning, on NumPy arrays.
+
+    Differs on purpose where torch's fused kernels are wrong or silent: `attn_mask` with `is_causal` raises (torch's
+    documentation says so, its kernels apply both), keys and values of different lengths raise, NaN in a value that a
+    query does not see stays out of its output. It also refuses dropout_p = 1, a scale that is not finite, ranks above
+    5, and key heads that are not as many as value heads.
+
+    >>> import numpy as np
+    >>> x = np.eye(2, dtype=np.float32)
+    >>> scaled_dot_product_attention(x, x, x, is_causal=True).round(2).tolist()
+    [[1.0, 0.0], [0.33000001311302185, 0.6700000166893005]]
+    """
+    if attn_mask is not None and is_causal:
+        fix = "Put the causal part into attn_mask, or call attemper.attend, which combines them."
+        raise OptionError(explain("attn_mask and is_causal were both given.", fix))
+    return attend(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        stats="none",
+    ).output
+
+
+def trace(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    attn_mask: Array | None = None,
+    is_causal: bool = False,
+    query_offset: int | Array | Literal["bottom-right"] = 0,
+    window: Window = None,
+    key_lengths: Array | Sequence[int] | None = None,
+    cu_seqlens: Array | Sequence[Any] | None = None,
+    scale: Scale = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    enable_gqa: bool = False,
+) -> Trace:
+    """Every step of `attend` as an explicit matrix, to look at; refuses what would not fit in memory.
+
+    >>> import numpy as np
+    >>> steps = trace(np.eye(2), np.eye(2), np.eye(2), scale="unscaled")
+    >>> steps.scores.tolist(), steps.weights.round(3).tolist()
+    ([[1.0, 0.0], [0.0, 1.0]], [[0.731, 0.269], [0.269, 0.731]])
+    """
+    problem = pose(
+        q,
+        k,
+        _given("v", v),
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        window=window,
+        key_lengths=key_lengths,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        enable_gqa=enable_gqa,
+    )
+    module = _backend("reference")
+    _refuse("reference", module.unsupported(problem), problem)
+    steps = module.matrices(problem)
+    wide = np.float64 if dtype_name(problem.q) == "float64" else np.float32
+
+    def shaped(x: Array, dtype: Any) -> Array:
+        with np.errstate(over="ignore"):
+            x = x.astype(dtype)
+        return x[..., 0, :, :] if problem.one_head else x
+
+    return Trace(
+        scores=shaped(steps.scores, wide),
+        scaled=shaped(steps.scaled, wide),
+        capped=shaped(steps.capped, wide),
+        masked=shaped(steps.masked, wide),
+        weights=shaped(steps.weights, wide),
+        output=shaped(steps.output, problem.q.dtype),
+    )
+
+
+def _given(name: str, value: Array) -> Array:
+    # None means "statistics only" further down, so it must not slip through here.
+    require_array(name, value)
+    return value
+
+
+def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> tuple[Array, Reading]:
+    wanted = choose(stats)
+    if differentiable and problem.framework == "numpy":
+        fix = "Pass torch tensors, or leave differentiable=False."
+        raise OptionError(explain("differentiable=True, but NumPy arrays carry no gradients.", fix))
+    name, module = _pick(problem, backend)
+    output, fields = module.run(problem, wanted)
+    if problem.one_head:
+        output = None if output is None else output[..., 0, :, :]
+        fields = {field: value[..., 0, :] for field, value in fields.items()}
+    return output, Reading(backend=name, **fields)
+
+
+def _pick(problem: Problem, backend: str) -> tuple[str, Any]:
+    if backend != "auto":
+        if backend not in BACKENDS:
+            raise unknown("backend", backend, ("auto", *BACKENDS))
+        module = _backend(backend)
+        _refuse(backend, module.unsupported(problem), problem)
+        return backend, module
+    reasons = []
+    for name in AUTO:
+        module = _backend(name)
+        reason = module.unsupported(problem)
+        if reason is None:
+            return name, module
+        reasons.append(f"{name}: {reason}")
+    headline = f"No backend takes {problem.framework} operands."
+    raise BackendError(explain(headline, "; ".join(reasons) + ". Pass NumPy arrays: q.numpy()."))
+
+
+def _backend(name: str) -> Any:
+    return import_module(f"._backends.{name}", __package__)
+
+
+def _refuse(backend: str, reason: str | None, problem: Problem) -> None:
+    if reason is not None:
+        fix = "Pass backend='auto' to let the operands choose."
+        raise BackendError(explain(f"backend {backend!r} cannot take this call: {reason}.", fix))

@@ -1,0 +1,261 @@
+"""Tiled attention in plain NumPy: memory grows with queries + keys, never with their product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .._arrays import Array
+from .._dropout import kept
+from .._problem import Problem
+from .._state import NO_KEY, PARTS_FOR, State, finish, identity, merge
+
+QUERY_TILE, KEY_TILE = 128, 512
+# Tiles of several heads are computed together while their scores fit in a core's cache.
+TILE_SCORES = 4 * QUERY_TILE * KEY_TILE
+
+Index = tuple[slice, ...]
+
+
+class _Operands(NamedTuple):
+    """Arrays of one slab, grouped: (*slab, kv_heads, group, length, …); k and v have group 1."""
+
+    q: Array
+    k: Array
+    v: Array | None
+    mask: Array | None
+    first: Array | None  # (*slab, 1, 1, queries)
+    stop: Array | None
+    scale: Array  # (kv_heads, group, 1, 1)
+    sinks: Array | None  # (kv_heads, group, 1)
+    rows: Array  # the number of each row in the whole problem, for dropout
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why this backend cannot take the problem, or None."""
+    return None if problem.framework == "numpy" else "it computes on NumPy arrays"
+
+
+def run(problem: Problem, stats: frozenset[str]) -> tuple[Array | None, dict[str, Array]]:
+    """The output and the fields of the Reading that `stats` names."""
+    wide = np.dtype(np.float64 if problem.q.dtype == np.float64 else np.float32)
+    parts = frozenset(part for name in stats for part in PARTS_FOR.get(name, ()))
+    if problem.v is not None:
+        parts |= {"weighted"}
+    rows = (*problem.batch, problem.heads, problem.queries)
+    output = None
+    if problem.v is not None:
+        output = np.zeros((*rows, problem.v.shape[-1]), dtype=problem.v.dtype)
+    fields: dict[str, Array] = {}
+    # Overflow and NaN are results here, counted in the Reading, not surprises.
+    with np.errstate(all="ignore"):
+        for slab, operands in _slabs(problem):
+            for start in range(0, problem.queries, QUERY_TILE):
+                tile = slice(start, min(start + QUERY_TILE, problem.queries))
+                state = _rows_state(problem, operands, tile, parts, wide)
+                sinks = None if operands.sinks is None else operands.sinks.astype(wide)
+                rows_out, rows_fields = finish(np, state, sinks)
+                where = (*slab, tile)
+                if output is not None:
+                    _grouped(output, problem, axis=-3)[where] = rows_out
+                for name in stats & rows_fields.keys():
+                    if name not in fields:
+                        fields[name] = np.zeros(rows, dtype=rows_fields[name].dtype)
+                    _grouped(fields[name], problem, axis=-2)[where] = rows_fields[name]
+    if not math.prod(rows):
+        # No row was computed; the fields still exist, empty.
+        empty = identity(np, rows, parts, value_dim=problem.value_dim or 0, dtype=wide)
+        _, fields = finish(np, empty, None)
+        fields = {name: field for name, field in fields.items() if name in stats}
+    return output, fields
+
+
+def _grouped(array: Array, problem: Problem, axis: int) -> Array:
+    """A view with the heads axis split into (kv_heads, group)."""
+    at = array.ndim + axis
+    shape = (*array.shape[:at], problem.kv_heads, problem.group, *array.shape[at + 1 :])
+    step = array.strides[at]
+    strides = (*array.strides[:at], step * problem.group, step, *array.strides[at + 1 :])
+    # reshape may copy a broadcast mask; strides never do.
+    return np.lib.stride_tricks.as_strided(array, shape, strides)
+
+
+def _slabs(problem: Problem) -> Iterator[tuple[Index, _Operands]]:
+    """Cut the leading axes (*batch, kv_heads) so that one tile over a slab stays small."""
+    leading = (*problem.batch, problem.kv_heads)
+    tile = min(problem.queries, QUERY_TILE) * min(problem.keys, KEY_TILE) * problem.group
+    cut = len(leading)
+    while cut and math.prod(leading[cut - 1 :]) * tile <= TILE_SCORES:
+        cut -= 1
+    rank = len(problem.batch)
+    rows = np.arange(math.prod((*problem.batch, problem.heads, problem.queries)))
+    rows = rows.reshape(*problem.batch, problem.heads, problem.queries)
+    whole = _Operands(
+        q=_grouped(problem.q, problem, -3),
+        k=problem.k[..., None, :, :],
+        v=None if problem.v is None else problem.v[..., None, :, :],
+        mask=None if problem.mask is None else _grouped(problem.mask, problem, -3),
+        first=None if problem.bounds is None else problem.bounds.first[..., None, None, :],
+        stop=None if problem.bounds is None else problem.bounds.stop[..., None, None, :],
+        scale=_per_group(np.broadcast_to(problem.scale, problem.heads), problem),
+        sinks=None if problem.sinks is None else _per_group(problem.sinks, problem)[..., 0],
+        rows=_grouped(rows, problem, -2),
+    )
+    for index in np.ndindex(leading[:cut]):
+        # Slices of length one keep the axes, so a slab looks like the whole.
+        slab = tuple(slice(i, i + 1) for i in index) + (slice(None),) * (len(leading) - cut + 1)
+        head = slab[rank] if cut > rank else slice(None)
+        yield (
+            slab,
+            _Operands(
+                q=whole.q[slab],
+                k=whole.k[slab],
+                v=None if whole.v is None else whole.v[slab],
+                mask=None if whole.mask is None else whole.mask[slab],
+                first=None if whole.first is None else whole.first[slab[:rank]],
+                stop=None if whole.stop is None else whole.stop[slab[:rank]],
+                scale=whole.scale[head],
+                sinks=None if whole.sinks is None else whole.sinks[head],
+                rows=whole.rows[slab],
+            ),
+        )
+
+
+def _per_group(value: Array, problem: Problem) -> Array:
+    return value.reshape(problem.kv_heads, problem.group, 1, 1)
+
+
+def _rows_state(
+    problem: Problem,
+    operands: _Operands,
+    tile: slice,
+    parts: frozenset[str],
+    wide: Any,
+) -> State:
+    """The State of a tile of query rows over all their keys."""
+    q = operands.q[..., tile, :].astype(wide) * operands.scale.astype(wide)
+    state = identity(np, q.shape[:-1], parts, value_dim=problem.value_dim or 0, dtype=wide)
+    low, high = 0, problem.keys
+    if operands.first is not None and operands.stop is not None:
+        first, stop = operands.first[..., tile, None], operands.stop[..., tile, None]
+        seen = first < stop
+        low = int(np.min(first, where=seen, initial=problem.keys))
+        high = int(np.max(stop, where=seen, initial=0))
+    for begin in range(low, high, KEY_TILE):
+        keys = slice(begin, min(begin + KEY_TILE, high))
+        index = np.arange(keys.start, keys.stop)
+        k = operands.k[..., keys, :].astype(wide)
+        qk = np.matmul(q, np.swapaxes(k, -1, -2))
+        scores = qk
+        if problem.softcap is not None:
+            scores = problem.softcap * np.tanh(qk / problem.softcap)
+        visible: NDArray[np.bool_] | None = None
+        if operands.first is not None and (first.max() > keys.start or stop.min() < keys.stop):
+            visible = np.broadcast_to((index >= first) & (index < stop), scores.shape)
+        if operands.mask is not None:
+            mask = operands.mask[..., tile, keys]
+            if mask.dtype == np.bool_:
+                shown = mask
+            else:
+                mask = mask.astype(wide)
+                shown = mask != -np.inf
+                scores = scores + mask
+            visible = shown if visible is None else visible & shown
+        drop = None
+        if problem.dropout_p:
+            rows = operands.rows[..., tile, None]
+            drop = kept(rows, index, problem.dropout_p, problem.seed)
+        values = None if operands.v is None else operands.v[..., keys, :].astype(wide)
+        raw = None if qk is scores else qk
+        state = merge(np, state, _observe(scores, raw, visible, values, drop, begin, parts))
+    if problem.dropout_p and state.weighted is not None:
+        state = State(**{**vars(state), "weighted": state.weighted / (1 - problem.dropout_p)})
+    return state
+
+
+def _observe(
+    scores: Array,
+    qk: Array | None,
+    visible: NDArray[np.bool_] | None,
+    values: Array | None,
+    drop: NDArray[np.bool_] | None,
+    offset: int,
+    parts: frozenset[str],
+) -> State:
+    """The State of one tile of (*rows, keys) scores; qk is None where they are the scores."""
+    if visible is not None:
+        scores = np.where(visible, scores, -np.inf)
+    maximum = scores.max(axis=-1)
+    deviation = scores - np.where(maximum == -np.inf, 0, maximum)[..., None]
+    weights = np.exp(deviation)
+    mean = spread = tilt = squares = highest = first = first_score = weighted = None
+    if "tilt" in parts:
+        # A finite lower bound keeps 0·(−inf) out of the tilt.
+        np.maximum(deviation, np.finfo(scores.dtype).min, out=deviation)
+        tilt = np.einsum("...k,...k->...", weights, deviation)
+    if "squares" in parts:
+        squares = np.einsum("...k,...k->...", weights, weights)
+    shape = maximum.shape
+    if visible is None:
+        count = np.full(shape, scores.shape[-1], dtype=scores.dtype)
+    else:
+        count = visible.sum(axis=-1, dtype=scores.dtype)
+    if "moments" in parts:
+        # Two passes over the tile: the sum of squares alone would cancel when the mean is large.
+        shown = scores if visible is None else np.where(visible, scores, 0)
+        mean = shown.sum(axis=-1) / np.maximum(count, 1)
+        apart = scores - mean[..., None]
+        if visible is not None:
+            apart = np.where(visible, apart, 0)
+        spread = np.einsum("...k,...k->...", apart, apart)
+    if "highest_qk" in parts:
+        if qk is None:
+            highest = maximum
+        else:
+            highest = (qk if visible is None else np.where(visible, qk, -np.inf)).max(axis=-1)
+    if "first" in parts:
+        if visible is None:
+            first, first_score = np.full(shape, offset, dtype=np.int64), scores[..., 0]
+        else:
+            nearest = np.broadcast_to(visible, scores.shape).argmax(axis=-1)
+            first_score = np.take_along_axis(scores, nearest[..., None], axis=-1)[..., 0]
+            first = np.where(count > 0, nearest + offset, NO_KEY)
+    if values is not None:
+        shares = weights if drop is None else np.where(drop, weights, 0)
+        weighted = _weigh(shares, visible, values)
+    return State(
+        maximum=maximum,
+        total=weights.sum(axis=-1),
+        count=count,
+        weighted=weighted,
+        tilt=tilt,
+        squares=squares,
+        mean=mean,
+        spread=spread,
+        highest_qk=highest,
+        first=first,
+        first_score=first_score,
+    )
+
+
+def _weigh(shares: Array, visible: NDArray[np.bool_] | None, values: Array) -> Array:
+    """Σ_j shares_j v_j, in which a NaN or infinity reaches exactly the rows that see its key."""
+    sound = np.isfinite(values)
+    if sound.all():
+        return np.matmul(shares, values)
+    # In the product 0·NaN would leak into rows that do not see the key, so the bad entries are left out of it
+    # and their effect is added where a visible weight meets them.
+    result = np.matmul(shares, np.where(sound, values, 0))
+    meets = np.ones_like(shares) if visible is None else visible.astype(shares.dtype)
+    for bad, entries in (
+        (np.nan, np.isnan(values)),
+        (np.inf, values == np.inf),
+        (-np.inf, values == -np.inf),
+    ):
+        hits = np.matmul(meets, entries.astype(shares.dtype)) > 0
+        result = result + np.where(hits, bad, 0).astype(shares.dtype)
+    return result

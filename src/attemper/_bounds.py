@@ -1,0 +1,175 @@
+"""Every mask that follows from positions, as one interval of keys per query.
+
+Causality, a window, key lengths and packed sequences each let a query see an interval of the keys, and
+intervals intersect in intervals. So a backend never learns which of them was asked for: it gets two integers
+per query row, `first ≤ key < stop`, skips the tiles outside and compares inside. An arbitrary `attn_mask`
+comes on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._errors import OptionError, ShapeError, explain
+
+Integers = NDArray[np.int64]
+
+
+class Bounds(NamedTuple):
+    """The keys that each query may see: `first ≤ key < stop`, shape (*batch, queries)."""
+
+    first: Integers
+    stop: Integers
+
+
+class Segments(NamedTuple):
+    """For each query of a packed batch: where its sequence starts and how long it is."""
+
+    query_start: Integers
+    query_length: Integers
+    key_start: Integers
+    key_length: Integers
+
+
+def key_bounds(
+    batch: tuple[int, ...],
+    queries: int,
+    keys: int,
+    *,
+    is_causal: bool,
+    query_offset: object,
+    window: object,
+    key_lengths: object,
+    cu_seqlens: object,
+) -> Bounds | None:
+    """Intersect all masks that follow from positions; None when every query sees every key."""
+    left, right = _window(window)
+    if is_causal:
+        right = 0 if right is None else min(right, 0)
+    lengths = _key_lengths(key_lengths, batch, keys)
+    packed = _segments(cu_seqlens, queries, keys)
+    if lengths is not None and packed is not None:
+        fix = "Give each packed sequence its length in cu_seqlens=(query_starts, key_starts)."
+        raise OptionError(explain("key_lengths and cu_seqlens were both given.", fix))
+    offset = _offset(query_offset, batch)
+    if left is None and right is None and lengths is None and packed is None:
+        return None
+
+    rows = np.arange(queries)
+    if packed is None:
+        # (*batch, 1), against rows of shape (queries,)
+        length = np.asarray(keys) if lengths is None else lengths[..., None]
+        nowhere = np.zeros((), dtype=np.int64)
+        packed = Segments(nowhere, np.asarray(queries), nowhere, length)
+    start, query_length, key_start, key_length = packed
+    offset_of_row = key_length - query_length if offset is None else offset[..., None]
+    position = rows - start + offset_of_row
+    first = np.zeros_like(position) if left is None else np.maximum(position - left, 0)
+    stop = key_length if right is None else np.minimum(position + right + 1, key_length)
+    # A query before the first or past the last key sees nothing: an empty interval inside [0, keys].
+    first = np.minimum(first, key_length) + key_start
+    stop = np.maximum(stop + key_start, first)
+    shape = (*batch, queries)
+    return Bounds(np.broadcast_to(first, shape), np.broadcast_to(stop, shape))
+
+
+def _window(window: object) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, None
+    if not (isinstance(window, Sequence) and len(window) == 2) or isinstance(window, str):
+        fix = "Pass window=(left, right), either of them None for an open side."
+        raise OptionError(explain(f"window is {window!r}, not a pair.", fix))
+    sides: list[int | None] = []
+    for name, side in zip(("left", "right"), window, strict=True):
+        if side is None:
+            sides.append(None)
+            continue
+        if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
+            fix = "Pass whole numbers of keys, or None for an open side."
+            raise OptionError(explain(f"window has {name} side {side!r}.", fix))
+        if side < 0:
+            fix = "Sides count keys and cannot be negative; None leaves a side open."
+            raise OptionError(explain(f"window has {name} side {side}.", fix))
+        sides.append(int(side))
+    return sides[0], sides[1]
+
+
+def _whole_numbers(name: str, value: object) -> Integers:
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu":
+        fix = "Pass whole numbers."
+        raise OptionError(explain(f"{name} has dtype {array.dtype.name}.", fix))
+    return array.astype(np.int64, copy=False)
+
+
+def _per_batch(name: str, value: object, batch: tuple[int, ...]) -> Integers:
+    array = _whole_numbers(name, value)
+    if array.ndim > len(batch) or any(
+        n not in (1, size) for n, size in zip(array.shape[::-1], batch[::-1], strict=False)
+    ):
+        fix = f"It holds one number per batch entry: shape {batch}, or a single number."
+        raise ShapeError(explain(f"{name} has shape {array.shape}.", fix))
+    return np.broadcast_to(array, batch)
+
+
+def _key_lengths(value: object, batch: tuple[int, ...], keys: int) -> Integers | None:
+    if value is None:
+        return None
+    lengths = _per_batch("key_lengths", value, batch)
+    if lengths.size and (lengths.min() < 0 or lengths.max() > keys):
+        worst = lengths.min() if lengths.min() < 0 else lengths.max()
+        fix = f"A length lies between 0 and the number of keys, {keys}."
+        raise OptionError(explain(f"key_lengths contains {worst}.", fix))
+    return lengths
+
+
+def _offset(value: object, batch: tuple[int, ...]) -> Integers | None:
+    """Positions of the first query; None stands for bottom-right."""
+    if isinstance(value, str):
+        if value != "bottom-right":
+            fix = "Pass a number, one per batch entry, or 'bottom-right'."
+            raise OptionError(explain(f"query_offset {value!r} is not known.", fix))
+        return None
+    if isinstance(value, (bool, float)) or value is None:
+        fix = "Pass a whole number, one per batch entry, or 'bottom-right'."
+        raise OptionError(explain(f"query_offset is {value!r}.", fix))
+    return _per_batch("query_offset", value, batch)
+
+
+def _segments(value: object, queries: int, keys: int) -> Segments | None:
+    if value is None:
+        return None
+    # A pair of arrays, rather than one array of two numbers.
+    pair = isinstance(value, (tuple, list)) and len(value) == 2 and np.ndim(value[0]) == 1
+    query_side, key_side = value if pair and isinstance(value, (tuple, list)) else (value, value)
+    names = ("cu_seqlens[0]", "cu_seqlens[1]") if pair else ("cu_seqlens", "cu_seqlens")
+    query_starts = _starts(names[0], query_side, queries, "queries")
+    key_starts = _starts(names[1], key_side, keys, "keys")
+    if len(query_starts) != len(key_starts):
+        fix = "Both sides describe the same sequences: pass as many starts for each."
+        counts = f"{len(query_starts) - 1} query sequences and {len(key_starts) - 1} key sequences"
+        raise ShapeError(explain(f"cu_seqlens has {counts}.", fix))
+    query_lengths, key_lengths = np.diff(query_starts), np.diff(key_starts)
+    per_query = np.repeat(np.arange(len(query_lengths)), query_lengths)
+    return Segments(
+        query_starts[per_query],
+        query_lengths[per_query],
+        key_starts[per_query],
+        key_lengths[per_query],
+    )
+
+
+def _starts(name: str, value: object, total: int, axis: str) -> Integers:
+    starts = _whole_numbers(name, value)
+    if starts.ndim != 1 or len(starts) < 1:
+        fix = "Pass the starts of the packed sequences and the end: [0, 3, 8] packs 3 and 5."
+        raise ShapeError(explain(f"{name} has shape {starts.shape}.", fix))
+    if starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
+        shown = np.array2string(starts, separator=", ", threshold=8)
+        fix = f"Starts rise from 0 to the number of {axis}, {total}."
+        raise OptionError(explain(f"{name} is {shown}.", fix))
+    return starts

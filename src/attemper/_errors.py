@@ -1,0 +1,89 @@
+"""Every exception that attemper raises on purpose, and the form of its message.
+
+    AttemperError
+    ├── ShapeError      ValueError   operands that do not fit each other
+    ├── DtypeError      TypeError    an element type that attention cannot use
+    ├── FrameworkError  TypeError    not an array, or arrays of two frameworks or devices
+    ├── OptionError     ValueError   an argument outside its meaning
+    ├── BackendError    ValueError   a backend that cannot take this call
+    └── SizeError       ValueError   an explicit matrix that would not fit in memory
+
+A message is one sentence that names the operand, a line for every operand involved, and the fix:
+
+    k has head_dim 32, but q has head_dim 64.
+      q  (batch 2, heads 8, queries 128, head_dim 64)  float16 cuda:0
+      k  (batch 2, heads 8, keys 128,    head_dim 32)  float16 cuda:0
+      q·k needs one head_dim.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class AttemperError(Exception):
+    """The root of everything attemper raises on purpose."""
+
+
+class ShapeError(AttemperError, ValueError):
+    """Operands that do not fit each other."""
+
+
+class DtypeError(AttemperError, TypeError):
+    """An element type that attention cannot use."""
+
+
+class FrameworkError(AttemperError, TypeError):
+    """Not an array, or arrays of two frameworks or devices."""
+
+
+class OptionError(AttemperError, ValueError):
+    """An argument outside its meaning."""
+
+
+class BackendError(AttemperError, ValueError):
+    """A backend that cannot take this call."""
+
+
+class SizeError(AttemperError, ValueError):
+    """An explicit matrix that would not fit in memory."""
+
+
+class Operand(NamedTuple):
+    """What a message shows of one operand."""
+
+    name: str
+    axes: Sequence[str]
+    shape: Sequence[int]
+    kind: str  # the element type and where it lives
+
+
+def explain(headline: str, fix: str, operands: Iterable[Operand] = ()) -> str:
+    """The text of an error: headline, one aligned line per operand, fix."""
+    rows = [(o.name, [f"{axis} {n}" for axis, n in zip(o.axes, o.shape, strict=True)], o.kind) for o in operands]
+    # Axes are aligned from the right, where q, k, v and a mask correspond.
+    depth = max((len(axes) for _, axes, _ in rows), default=0)
+    names = max((len(name) for name, _, _ in rows), default=0)
+    columns = [max((len(axes[-i]) for _, axes, _ in rows if len(axes) >= i), default=0) for i in range(depth, 0, -1)]
+    lines = [headline]
+    for name, axes, kind in rows:
+        widths = columns[depth - len(axes) :]
+        cells = [
+            axis + ("," if i < len(axes) - 1 else "") + " " * (width - len(axis))
+            for i, (axis, width) in enumerate(zip(axes, widths, strict=True))
+        ]
+        shape = f"({' '.join(cells).rstrip()})"
+        lines.append(f"  {name:<{names}}  {shape}  {kind}".rstrip())
+    lines.append(f"  {fix}")
+    return "\n".join(lines)
+
+
+def unknown(kind: str, given: object, known: Iterable[str]) -> OptionError:
+    """The error for a name that is not on the list, with the nearest one that is."""
+    names = list(known)
+    near = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=0.5)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    choices = ", ".join(repr(name) for name in names)
+    return OptionError(explain(f"{kind} {given!r} is not known.", f"{guess}Choose from {choices}."))

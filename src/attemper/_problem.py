@@ -1,0 +1,320 @@
+"""From what a caller passed to a Problem that nothing downstream needs to check again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ._arrays import (
+    FLOATING,
+    Array,
+    device_name,
+    dtype_name,
+    framework_of,
+    operand,
+    require_array,
+    require_floating,
+)
+from ._bounds import Bounds, key_bounds
+from ._errors import DtypeError, FrameworkError, OptionError, ShapeError, explain, unknown
+from ._scale import ATTEND_RULES, scale_for
+
+RANKS = (2, 5)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Problem:
+    """One validated call. Axes are (*batch, heads, length, head_dim); broadcast axes are views."""
+
+    q: Array  # (*batch, heads, queries, head_dim)
+    k: Array  # (*batch, kv_heads, keys, head_dim)
+    v: Array | None  # (*batch, kv_heads, keys, value_dim); None when only statistics are wanted
+    mask: Array | None  # bool, or floating and added; (*batch, heads, queries, keys)
+    bounds: Bounds | None  # the keys each query may see by position
+    scale: float | Array  # one number, or shape (heads,)
+    softcap: float | None
+    sinks: Array | None  # shape (heads,)
+    dropout_p: float
+    seed: int
+    one_head: bool  # rank-2 operands: the result has no heads axis either
+    framework: str
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return tuple(self.q.shape[:-3])
+
+    @property
+    def heads(self) -> int:
+        return int(self.q.shape[-3])
+
+    @property
+    def kv_heads(self) -> int:
+        return int(self.k.shape[-3])
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key head."""
+        return self.heads // self.kv_heads if self.kv_heads else 1
+
+    @property
+    def queries(self) -> int:
+        return int(self.q.shape[-2])
+
+    @property
+    def keys(self) -> int:
+        return int(self.k.shape[-2])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.q.shape[-1])
+
+    @property
+    def value_dim(self) -> int | None:
+        return None if self.v is None else int(self.v.shape[-1])
+
+
+def pose(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    *,
+    attn_mask: Array | None = None,
+    is_causal: bool = False,
+    query_offset: object = 0,
+    window: object = None,
+    key_lengths: object = None,
+    cu_seqlens: object = None,
+    scale: object = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    dropout_p: float = 0.0,
+    seed: int | None = None,
+    enable_gqa: bool = False,
+) -> Problem:
+    """Check everything once, line up ranks, broadcast batch and head axes as views."""
+    operands = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+    framework = _one_framework(operands)
+    _one_dtype(operands)
+    _lengths_agree(operands)
+    aligned, one_head = _align_ranks(operands)
+    batch, heads, kv_heads = _broadcast_axes(operands, aligned, enable_gqa=enable_gqa)
+
+    def spread(name: str, head_count: int) -> Array:
+        array = aligned[name]
+        shape = (*batch, head_count, *array.shape[-2:])
+        return array if tuple(array.shape) == shape else _broadcast_to(array, shape)
+
+    q4, k4 = spread("q", heads), spread("k", kv_heads)
+    queries, keys = int(q4.shape[-2]), int(k4.shape[-2])
+    return Problem(
+        q=q4,
+        k=k4,
+        v=None if v is None else spread("v", kv_heads),
+        mask=_mask(attn_mask, (*batch, heads, queries, keys), operands),
+        bounds=key_bounds(
+            batch,
+            queries,
+            keys,
+            is_causal=is_causal,
+            query_offset=query_offset,
+            window=window,
+            key_lengths=key_lengths,
+            cu_seqlens=cu_seqlens,
+        ),
+        scale=_scale(scale, int(q4.shape[-1]), heads),
+        softcap=_softcap(softcap),
+        sinks=_per_head("sinks", sinks, heads, framework),
+        dropout_p=_dropout_p(dropout_p),
+        seed=_seed(seed, dropout_p),
+        one_head=one_head,
+        framework=framework,
+    )
+
+
+def _shown(operands: dict[str, Array]) -> list[Any]:
+    return [operand(name, array) for name, array in operands.items()]
+
+
+def _one_framework(operands: dict[str, Array]) -> str:
+    frameworks = {name: require_array(name, array) for name, array in operands.items()}
+    for name, framework in frameworks.items():
+        if framework != frameworks["q"]:
+            headline = f"{name} is a {framework} array, but q is a {frameworks['q']} array."
+            fix = "Pass all operands from one framework: torch.from_numpy(…) or tensor.numpy()."
+            raise FrameworkError(explain(headline, fix, _shown(operands)))
+        if device_name(operands[name]) != device_name(operands["q"]):
+            headline = f"{name} is on {device_name(operands[name])}, but q is on {device_name(operands['q'])}."
+            fix = f"Move it: {name}.to({device_name(operands['q'])!r})."
+            raise FrameworkError(explain(headline, fix, _shown(operands)))
+    return frameworks["q"]
+
+
+def _one_dtype(operands: dict[str, Array]) -> None:
+    for name, array in operands.items():
+        require_floating(name, array)
+        if dtype_name(array) != dtype_name(operands["q"]):
+            headline = f"{name} is {dtype_name(array)}, but q is {dtype_name(operands['q'])}."
+            fix = "Attention runs in one dtype: cast one of them."
+            raise DtypeError(explain(headline, fix, _shown(operands)))
+
+
+def _lengths_agree(operands: dict[str, Array]) -> None:
+    low, high = RANKS
+    for name, array in operands.items():
+        if not low <= len(array.shape) <= high:
+            headline = f"{name} has rank {len(array.shape)}."
+            fix = f"attemper takes (*batch, heads, length, head_dim) of rank {low} to {high}."
+            raise ShapeError(explain(headline, fix, _shown(operands)))
+    q, k = operands["q"], operands["k"]
+    if q.shape[-1] != k.shape[-1]:
+        headline = f"k has head_dim {k.shape[-1]}, but q has head_dim {q.shape[-1]}."
+        raise ShapeError(explain(headline, "q·k needs one head_dim.", _shown(operands)))
+    if "v" in operands and operands["v"].shape[-2] != k.shape[-2]:
+        headline = f"v has {operands['v'].shape[-2]} keys, but k has {k.shape[-2]} keys."
+        fix = "Each key needs one value: k and v must have the same length."
+        raise ShapeError(explain(headline, fix, _shown(operands)))
+
+
+def _align_ranks(operands: dict[str, Array]) -> tuple[dict[str, Array], bool]:
+    """Leading axes of size 1 until all ranks agree, and at least a heads axis."""
+    rank = max(len(array.shape) for array in operands.values())
+    aligned = {name: array[(None,) * (max(rank, 3) - len(array.shape))] for name, array in operands.items()}
+    return aligned, rank == 2
+
+
+def _broadcast_axes(
+    operands: dict[str, Array], aligned: dict[str, Array], *, enable_gqa: bool
+) -> tuple[tuple[int, ...], int, int]:
+    """The common batch shape, the query heads and the key heads."""
+    batch = aligned["q"].shape[:-3]
+    for name in list(operands)[1:]:
+        try:
+            batch = np.broadcast_shapes(tuple(batch), tuple(aligned[name].shape[:-3]))
+        except ValueError:
+            headline = f"{name} has batch {_axes(aligned[name].shape[:-3])}, against {_axes(batch)}."
+            fix = "Batch axes must be equal or 1."
+            raise ShapeError(explain(headline, fix, _shown(operands))) from None
+    q_heads, k_heads = int(aligned["q"].shape[-3]), int(aligned["k"].shape[-3])
+    v_heads = int(aligned["v"].shape[-3]) if "v" in aligned else k_heads
+    if k_heads != v_heads and 1 not in (k_heads, v_heads):
+        headline = f"v has {v_heads} heads, but k has {k_heads} heads."
+        fix = "Each key head needs one value head: give k and v as many heads."
+        raise ShapeError(explain(headline, fix, _shown(operands)))
+    kv_heads = k_heads if v_heads == 1 else v_heads
+    if q_heads == kv_heads or kv_heads == 1:
+        return tuple(batch), q_heads, kv_heads
+    if q_heads == 1:
+        return tuple(batch), kv_heads, kv_heads
+    headline = f"k has {kv_heads} heads, but q has {q_heads} heads."
+    if kv_heads and q_heads % kv_heads == 0:
+        if enable_gqa:
+            return tuple(batch), q_heads, kv_heads
+        fix = f"For grouped heads ({q_heads // kv_heads} query heads to a key head) pass enable_gqa=True."
+    else:
+        fix = "The number of key heads must divide the number of query heads."
+    raise ShapeError(explain(headline, fix, _shown(operands)))
+
+
+def _axes(shape: Sequence[int]) -> str:
+    return " × ".join(str(int(n)) for n in shape) or "of no axes"
+
+
+def _broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
+    return np.broadcast_to(array, shape) if isinstance(array, np.ndarray) else array.expand(shape)
+
+
+def _mask(mask: Array | None, shape: tuple[int, ...], operands: dict[str, Array]) -> Array | None:
+    if mask is None:
+        return None
+    framework = require_array("attn_mask", mask)
+    shown = [operand("q", operands["q"]), operand("k", operands["k"]), operand("attn_mask", mask)]
+    if framework != framework_of(operands["q"]):
+        headline = f"attn_mask is a {framework} array, but q is a {framework_of(operands['q'])} array."
+        fix = "Pass all operands from one framework: torch.from_numpy(…) or tensor.numpy()."
+        raise FrameworkError(explain(headline, fix, shown))
+    kind = dtype_name(mask)
+    if kind != "bool" and kind not in FLOATING:
+        fix = "Pass bool (True = attend) or floating values that are added to the scores."
+        raise DtypeError(explain(f"attn_mask has dtype {kind}.", fix, shown))
+    own = tuple(int(n) for n in mask.shape)
+    fits = len(own) <= len(shape) and all(n in (1, size) for n, size in zip(own[::-1], shape[::-1], strict=False))
+    if not fits:
+        headline = f"attn_mask has shape {own}, which does not broadcast to {shape}."
+        fix = "A mask covers (*batch, heads, queries, keys); axes may be 1 or missing on the left."
+        raise ShapeError(explain(headline, fix, shown))
+    return _broadcast_to(mask, shape)
+
+
+def _scale(scale: object, head_dim: int, heads: int) -> float | Array:
+    if scale is None:
+        scale = "sqrt_dk"
+    if isinstance(scale, str):
+        if scale in ("sqrt_dmodel", "log_n"):
+            needed = {"sqrt_dmodel": "model_dim", "log_n": "keys"}[scale]
+            fix = f"Pass its number: scale=attemper.scale_for({scale!r}, {head_dim}, {needed}=…)."
+            raise OptionError(explain(f"scale {scale!r} needs {needed}.", fix))
+        if scale not in ATTEND_RULES:
+            raise unknown("scale", scale, ATTEND_RULES)
+        # With no components every score is 0 and any scale gives the same uniform weights.
+        return scale_for(scale, head_dim) if head_dim else 1.0
+    if framework_of(scale) is not None and len(scale.shape) > 0:  # type: ignore[attr-defined]
+        return _per_head("scale", scale, heads, None)
+    if isinstance(scale, (list, tuple)):
+        return _per_head("scale", np.asarray(scale, dtype=np.float64), heads, None)
+    try:
+        number = float(scale)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        fix = "Pass a number, one number per head, or one of " + ", ".join(map(repr, ATTEND_RULES)) + "."
+        raise OptionError(explain(f"scale is {scale!r}.", fix)) from None
+    if not math.isfinite(number):
+        raise OptionError(explain(f"scale is {number}.", "Pass a finite number."))
+    return number
+
+
+def _per_head(name: str, value: object, heads: int, framework: str | None) -> Array | None:
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple, float, int)):
+        value = np.asarray(value, dtype=np.float64)
+    found = require_array(name, value)
+    array: Array = value
+    if framework is not None and found != framework:
+        fix = "Pass all operands from one framework."
+        raise FrameworkError(explain(f"{name} is a {found} array, but q is a {framework} array.", fix))
+    if tuple(array.shape) != (heads,):
+        fix = f"It holds one number per query head: shape ({heads},)."
+        raise ShapeError(explain(f"{name} has shape {tuple(array.shape)}.", fix))
+    require_floating(name, array)
+    if name == "scale" and isinstance(array, np.ndarray) and not np.isfinite(array.astype(np.float64)).all():
+        raise OptionError(explain("scale is not finite in every head.", "Pass finite numbers."))
+    return array
+
+
+def _softcap(softcap: Any) -> float | None:
+    if softcap is None:
+        return None
+    if isinstance(softcap, (str, bool)) or not math.isfinite(softcap) or softcap <= 0:
+        fix = "Pass a positive number, or None for no cap."
+        raise OptionError(explain(f"softcap is {softcap!r}.", fix))
+    return float(softcap)
+
+
+def _dropout_p(dropout_p: Any) -> float:
+    if isinstance(dropout_p, str) or not 0 <= dropout_p < 1:
+        fix = "It is the share of weights to drop and lies in [0, 1)."
+        raise OptionError(explain(f"dropout_p is {dropout_p!r}.", fix))
+    return float(dropout_p)
+
+
+def _seed(seed: int | None, dropout_p: float) -> int:
+    if seed is None:
+        # NumPy's global generator, so that np.random.seed makes a run repeatable, as torch.manual_seed does there.
+        return int(np.random.randint(0, 2**63, dtype=np.int64)) if dropout_p else 0  # noqa: NPY002
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        fix = "Pass a whole number of at least 0, or None to draw one from np.random."
+        raise OptionError(explain(f"seed is {seed!r}.", fix))
+    return int(seed)

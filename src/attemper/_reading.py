@@ -1,0 +1,192 @@
+"""What one call measured, per query row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from ._arrays import Array, device_name, to_numpy
+from ._errors import OptionError, explain, unknown
+
+SCHEMA = "attemper.reading/1"
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Reading:
+    """What happened inside the softmax, per (*batch, head, query).
+
+    Float32 or wider whatever the input type; natural logarithm; after scale, softcap, bias and mask; a sink logit
+    excluded. A field that was not asked for, or that needs a backward pass that has not run, is None.
+
+    A row that sees no key has `max_logit`, `logsumexp` and `max_qk` −inf, `normalized_entropy` NaN and 0 elsewhere; a
+    row that sees one has entropy 0, flow 0 and `normalized_entropy` NaN.
+    """
+
+    backend: str
+    """The backend that ran."""
+    max_logit: Array | None = None
+    """The largest score."""
+    logsumexp: Array | None = None
+    """ln Σ eˢ: minus the log of the softmax's denominator, in nats."""
+    expected_score: Array | None = None
+    """Σ p·s: the score a weight falls on."""
+    entropy: Array | None = None
+    """−Σ p ln p, between 0 (one key takes all) and ln visible_keys (all alike)."""
+    largest_weight: Array | None = None
+    """max p."""
+    collision: Array | None = None
+    """Σ p²: the chance that two draws from the weights meet."""
+    score_mean: Array | None = None
+    """The mean of the scores of the visible keys."""
+    score_std: Array | None = None
+    """Their standard deviation (over the population: divided by visible_keys)."""
+    visible_keys: Array | None = None
+    """How many keys the row sees."""
+    max_qk: Array | None = None
+    """The largest scaled q·k, before softcap and bias: what QK-clip needs."""
+    first_key_weight: Array | None = None
+    """The weight on the first visible key: the usual attention sink."""
+    sink_mass: Array | None = None
+    """The weight that `sinks` took."""
+    output_norm: Array | None = None
+    """The Euclidean norm of the output row; None from `read`, which has no values."""
+    nonfinite: Array | None = None
+    """1 where a visible score or the output is not finite, else 0."""
+    gradient_flow: Array | None = None
+    """Var_p[dP] / Var[dP]: the share of the upstream gradient that passes the softmax. After a backward pass."""
+    pressure: Array | None = None
+    """The gradient of the loss to the log of the scale. After a backward pass."""
+
+    @property
+    def normalized_entropy(self) -> Array | None:
+        """entropy / ln visible_keys, in [0, 1]; NaN for a row that sees fewer than two keys."""
+        if self.entropy is None or self.visible_keys is None:
+            return None
+        xp = _namespace(self.entropy)
+        choice = self.visible_keys > 1
+        keys = xp.asarray(xp.where(choice, self.visible_keys, 2), dtype=self.entropy.dtype)
+        return xp.where(choice, self.entropy / xp.log(keys), float("nan"))
+
+    @property
+    def effective_keys(self) -> Array | None:
+        """1 / Σp²: the number of keys that, sharing alike, would collide as often; 0 for a row that sees none."""
+        if self.collision is None:
+            return None
+        xp = _namespace(self.collision)
+        return xp.where(self.collision == 0, 0, 1 / xp.where(self.collision == 0, 1, self.collision))
+
+    @property
+    def flow(self) -> Array | None:
+        """1 − Σp² = Σ p(1−p): the trace of the softmax's Jacobian, in [0, 1 − 1/visible_keys]."""
+        if self.collision is None:
+            return None
+        # Only a row that sees nothing has no collisions at all, and nothing flows through it.
+        return _namespace(self.collision).where(self.collision == 0, 0, 1 - self.collision)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(*batch, heads, queries); () when nothing was measured."""
+        for name in MEASURED:
+            value = getattr(self, name)
+            if value is not None:
+                return tuple(value.shape)
+        return ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers under a schema name, fit for JSON; fields not measured are left out."""
+        record: dict[str, Any] = {"schema": SCHEMA, "backend": self.backend, "shape": list(self.shape)}
+        for name in FIELDS:
+            value = getattr(self, name)
+            if value is not None:
+                record[name] = to_plain(to_numpy(value))
+        return record
+
+    def __repr__(self) -> str:
+        shape = self.shape
+        axes = ("batch",) * (len(shape) - 2) + ("heads", "queries")[-len(shape) :] if shape else ()
+        where = ", ".join(f"{axis} {n}" for axis, n in zip(axes, shape, strict=True))
+        measured = [name for name in FIELDS if getattr(self, name) is not None]
+        place = ""
+        if measured and device_name(getattr(self, measured[0])) not in ("numpy", "cpu"):
+            place = f" on {device_name(getattr(self, measured[0]))}"
+        lines = [f"Reading({where or 'nothing measured'}; backend {self.backend}{place})"]
+        for name in measured:
+            lines.append(f"  {name:<18}  {summary(to_numpy(getattr(self, name)))}")
+        return "\n".join(lines)
+
+
+MEASURED = tuple(field.name for field in fields(Reading) if field.name != "backend")
+"""The fields a backend fills, in order."""
+
+DERIVED = {
+    "normalized_entropy": ("entropy", "visible_keys"),
+    "effective_keys": ("collision",),
+    "flow": ("collision",),
+}
+"""The fields a Reading works out when asked, and what from."""
+
+AFTER_BACKWARD = ("gradient_flow", "pressure")
+
+FIELDS = (*MEASURED, *DERIVED)
+
+
+def choose(stats: object) -> frozenset[str]:
+    """The measured fields that `stats="all"`, `"none"`, a name or several names ask for."""
+    if stats == "all":
+        return frozenset(MEASURED)
+    if stats == "none" or stats is None:
+        return frozenset()
+    names = (stats,) if isinstance(stats, str) else stats
+    if not isinstance(names, (tuple, list, set, frozenset)):
+        fix = "Pass 'all', 'none', or names of Reading fields."
+        raise OptionError(explain(f"stats is {stats!r}.", fix))
+    wanted: set[str] = set()
+    for name in names:
+        if name not in FIELDS:
+            raise unknown("statistic", name, ("all", "none", *FIELDS))
+        wanted.update(DERIVED.get(name, (name,)))
+    return frozenset(wanted)
+
+
+def _namespace(x: Array) -> Any:
+    if isinstance(x, (np.ndarray, np.generic)):
+        return np
+    import torch
+
+    return torch
+
+
+def to_plain(values: Any) -> Any:
+    """Nested lists in which JSON can carry what it has no word for: NaN as None, infinities as strings."""
+    if isinstance(values, np.ndarray):
+        return [to_plain(v) for v in values.tolist()] if values.ndim else to_plain(values.item())
+    if isinstance(values, list):
+        return [to_plain(v) for v in values]
+    if isinstance(values, float) and not np.isfinite(values):
+        return None if np.isnan(values) else str(values)
+    return values
+
+
+def from_plain(values: Any, dtype: Any = np.float64) -> Any:
+    """The array that `to_plain` wrote."""
+
+    def number(value: Any) -> Any:
+        if isinstance(value, list):
+            return [number(v) for v in value]
+        return float("nan") if value is None else float(value) if isinstance(value, str) else value
+
+    return np.asarray(number(values), dtype=dtype)
+
+
+def summary(values: Any) -> str:
+    """Least, mean and greatest of the finite values, and how many are not."""
+    flat = np.asarray(values, dtype=np.float64).ravel()
+    finite = flat[np.isfinite(flat)]
+    if not flat.size:
+        return "empty"
+    odd = f"  ({flat.size - finite.size} of {flat.size} not finite)" if finite.size < flat.size else ""
+    if not finite.size:
+        return odd.strip(" ()")
+    return f"{finite.min():>10.4g} … {finite.max():<10.4g} mean {finite.mean():.4g}{odd}"

@@ -1,0 +1,295 @@
+"""Readings summed up per head, with where they were taken: what is logged, saved and diagnosed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._arrays import to_numpy
+from ._errors import OptionError, ShapeError, explain
+from ._reading import Reading, from_plain, summary, to_plain
+
+SCHEMA = "attemper.vitals/1"
+
+PerHead = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where and how a call was made."""
+
+    path: str = ""
+    """The module's name in the model, as `named_modules` gives it."""
+    heads: int
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    model_dim: int | None = None
+    scale_argument: float | tuple[float, ...] | None = None
+    """What the call passed as scale; None for the default."""
+    effective_scale: float | tuple[float, ...] | None = None
+    """What multiplies the projections' q·k in all, wherever it is applied."""
+    softcap: float | None = None
+    dtype: str | None = None
+    mask: str | None = None
+    """None, "bool" or "bias"."""
+    causal: bool = False
+    training: bool | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain dict."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Site:
+        """The Site that `to_dict` wrote."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in record.items() if name in known}
+        for name in ("scale_argument", "effective_scale"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def _sum(meaning: str) -> Any:
+    return field(metadata={"merge": "sum", "meaning": meaning})
+
+
+def _max(meaning: str) -> Any:
+    return field(metadata={"merge": "max", "meaning": meaning})
+
+
+def _min(meaning: str) -> Any:
+    return field(metadata={"merge": "min", "meaning": meaning})
+
+
+def _mean(meaning: str, over: str = "rows") -> Any:
+    return field(metadata={"merge": f"mean over {over}", "meaning": meaning})
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Vitals:
+    """A Site and its Readings summed up per head; every field is of shape (heads,).
+
+    Means are over the rows that had a choice (two or more visible keys) and leave out what is not finite; the rows with
+    none and with one are counted apart. Vitals merge over rows, calls, steps, micro-batches and ranks: sums add,
+    maxima and minima compare, and a mean is weighted by `weights`, the number of values behind it. A field that no
+    Reading had is NaN with weight 0, or −inf (+inf) for a maximum (minimum).
+    """
+
+    site: Site
+    calls: int
+    rows: PerHead = _sum("query rows")
+    rows_without_keys: PerHead = _sum("rows that saw no key")
+    rows_with_one_key: PerHead = _sum("rows that saw one key, so had nothing to decide")
+    nonfinite: PerHead = _sum("rows with a score or output that is not finite")
+    max_logit: PerHead = _max("largest score")
+    max_qk: PerHead = _max("largest scaled q·k, before softcap and bias")
+    least_normalized_entropy: PerHead = _min("lowest normalised entropy of any row")
+    logsumexp: PerHead = _mean("ln Σ eˢ")
+    expected_score: PerHead = _mean("Σ p·s")
+    entropy: PerHead = _mean("−Σ p ln p")
+    normalized_entropy: PerHead = _mean("entropy over ln visible_keys")
+    largest_weight: PerHead = _mean("max p")
+    collision: PerHead = _mean("Σ p²")
+    effective_keys: PerHead = _mean("1 / Σp²")
+    flow: PerHead = _mean("1 − Σp²: the trace of the softmax's Jacobian")
+    score_mean: PerHead = _mean("mean score")
+    score_std: PerHead = _mean("standard deviation of the scores of a row")
+    visible_keys: PerHead = _mean("keys a row sees")
+    first_key_weight: PerHead = _mean("weight on the first visible key")
+    sink_mass: PerHead = _mean("weight taken by sinks")
+    output_norm: PerHead = _mean("norm of the output row")
+    gradient_flow: PerHead = _mean("share of the upstream gradient that passes the softmax")
+    pressure: PerHead = _mean(
+        "gradient of the loss to the log of the scale, summed over a sequence's rows", over="sequences"
+    )
+    pressure_spread: PerHead = field(
+        metadata={
+            "merge": "pairwise",
+            "meaning": "Σ (pressure − mean)² over sequences; gives pressure_error",
+        }
+    )
+    weights: Mapping[str, PerHead] = field(repr=False)
+    """For each mean, the number of rows (sequences) behind it."""
+
+    @classmethod
+    def of(cls, reading: Reading, site: Site | None = None) -> Vitals:
+        """Sum up one Reading."""
+        shape = reading.shape
+        heads = 1 if len(shape) == 1 else shape[-2] if shape else 0
+        if site is None:
+            site = Site(heads=heads)
+        if shape and site.heads != heads:
+            headline = f"The Reading has {heads} heads, but its Site has {site.heads}."
+            raise ShapeError(explain(headline, "Pass the Site of the call that was read."))
+
+        def columns(name: str) -> Any:
+            """(sequences, heads, queries), or None."""
+            value = getattr(reading, name)
+            if value is None:
+                return None
+            array = to_numpy(value).astype(np.float64)
+            batch = int(np.prod(array.shape[:-2]))
+            return array.reshape(batch, heads, array.shape[-1])
+
+        visible = columns("visible_keys")
+        if shape and visible is None:
+            fix = "Read with stats='all', or name 'visible_keys' among the stats."
+            raise OptionError(explain("The Reading has no visible_keys to weigh its rows by.", fix))
+        count = site.heads
+        if visible is None:
+            visible = np.zeros((0, count, 0))
+        values: dict[str, Any] = {
+            "rows": np.full(count, visible.shape[0] * visible.shape[2]),
+            "rows_without_keys": (visible == 0).sum(axis=(0, 2)),
+            "rows_with_one_key": (visible == 1).sum(axis=(0, 2)),
+        }
+        weights: dict[str, PerHead] = {}
+        for name, merge in _MERGES.items():
+            if name in values or merge == "pairwise":
+                continue
+            source = "normalized_entropy" if name == "least_normalized_entropy" else name
+            column = columns(source)
+            if column is None:
+                column = np.zeros((0, count, 0))
+            if merge == "sum":
+                values[name] = column.sum(axis=(0, 2)).astype(np.int64)
+            elif merge == "max":
+                values[name] = np.fmax.reduce(column, axis=(0, 2), initial=-np.inf)
+            elif merge == "min":
+                values[name] = np.fmin.reduce(column, axis=(0, 2), initial=np.inf)
+            elif merge == "mean over rows":
+                counted = np.isfinite(column)
+                if column.shape == visible.shape:
+                    counted &= visible > 1
+                weights[name] = counted.sum(axis=(0, 2))
+                values[name] = _divide(np.where(counted, column, 0).sum(axis=(0, 2)), weights[name])
+            else:
+                per_sequence = column.sum(axis=2)
+                weights[name] = np.full(count, len(per_sequence))
+                values[name] = _divide(per_sequence.sum(axis=0), weights[name])
+                values["pressure_spread"] = ((per_sequence - values[name]) ** 2).sum(axis=0)
+        return cls(site=site, calls=1, weights=weights, **values)
+
+    def merge(self, other: Vitals) -> Vitals:
+        """The Vitals of both together; associative and commutative up to rounding."""
+        if (self.site.path, self.site.heads) != (other.site.path, other.site.heads):
+            one, two = (f"{s.path or '(no path)'} with {s.heads} heads" for s in (self.site, other.site))
+            fix = "Merge Vitals of one Site only."
+            raise ShapeError(explain(f"Cannot merge the Vitals of {one} with those of {two}.", fix))
+        values: dict[str, Any] = {}
+        weights: dict[str, PerHead] = {}
+        for name, merge in _MERGES.items():
+            one, two = getattr(self, name), getattr(other, name)
+            if merge == "sum":
+                values[name] = one + two
+            elif merge == "max":
+                values[name] = np.fmax(one, two)
+            elif merge == "min":
+                values[name] = np.fmin(one, two)
+            elif merge.startswith("mean"):
+                here, there = self.weights[name], other.weights[name]
+                weights[name] = here + there
+                values[name] = _divide(_times(one, here) + _times(two, there), weights[name])
+            else:
+                here, there = self.weights["pressure"], other.weights["pressure"]
+                both = (here > 0) & (there > 0)
+                delta = np.where(both, other.pressure - self.pressure, 0)
+                share = np.where(both, here * there / np.maximum(here + there, 1), 0)
+                values[name] = one + two + delta**2 * share
+        return Vitals(site=self.site, calls=self.calls + other.calls, weights=weights, **values)
+
+    @property
+    def pressure_error(self) -> PerHead:
+        """The standard error of `pressure` over sequences; NaN with fewer than two."""
+        n = self.weights["pressure"]
+        variance = _divide(self.pressure_spread, np.where(n > 1, n * (n - 1), 0))
+        return np.asarray(np.sqrt(variance))
+
+    def to_scalars(self, *, per_head: bool = False) -> dict[str, float]:
+        """A flat dict for any logger: `path/field` over the heads, and with `per_head` `path/head_3/field`.
+
+        Over the heads a sum is added, a maximum or minimum compared, a mean weighted; what was not measured is left out.
+        """
+        prefix = f"{self.site.path}/" if self.site.path else ""
+        scalars: dict[str, float] = {}
+        for name, merge in _MERGES.items():
+            if merge == "pairwise":
+                continue
+            values = getattr(self, name).astype(np.float64)
+            known = np.isfinite(values)
+            if not known.any():
+                continue
+            if merge == "sum":
+                total = values.sum()
+            elif merge == "max":
+                total = values[known].max()
+            elif merge == "min":
+                total = values[known].min()
+            elif name == "pressure":
+                # Every head's scale moves at once: the pressures add.
+                total = values[known].sum()
+            else:
+                total = np.average(values[known], weights=self.weights[name][known])
+            scalars[f"{prefix}{name}"] = float(total)
+            if per_head:
+                for head in np.flatnonzero(known):
+                    scalars[f"{prefix}head_{head}/{name}"] = float(values[head])
+        return scalars
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and numbers under a schema name, fit for JSON."""
+        return {
+            "schema": SCHEMA,
+            "site": self.site.to_dict(),
+            "calls": self.calls,
+            **{name: to_plain(getattr(self, name)) for name in _MERGES},
+            "weights": {name: to_plain(value) for name, value in self.weights.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> Vitals:
+        """The Vitals that `to_dict` wrote."""
+        if record.get("schema") != SCHEMA:
+            fix = f"This version reads {SCHEMA}."
+            raise OptionError(explain(f"The record's schema is {record.get('schema')!r}.", fix))
+        return cls(
+            site=Site.from_dict(record["site"]),
+            calls=record["calls"],
+            weights={name: from_plain(v, np.int64) for name, v in record["weights"].items()},
+            **{
+                name: from_plain(record[name], np.int64 if merge == "sum" else np.float64)
+                for name, merge in _MERGES.items()
+            },
+        )
+
+    def __repr__(self) -> str:
+        site = self.site
+        rows = int(self.rows.sum())
+        head = f"Vitals({site.path or 'no path'}; heads {site.heads}, calls {self.calls}, rows {rows})"
+        shown = [
+            f"  {name:<24}  {summary(getattr(self, name))}"
+            for name in _MERGES
+            if name != "pressure_spread" and np.isfinite(getattr(self, name)).any()
+        ]
+        return "\n".join([head, *shown])
+
+
+_MERGES = {f.name: str(f.metadata["merge"]) for f in fields(Vitals) if "merge" in f.metadata}
+
+
+def field_table() -> list[tuple[str, str, str]]:
+    """(field, meaning, merge) for the documentation."""
+    return [(f.name, f.metadata["meaning"], f.metadata["merge"]) for f in fields(Vitals) if f.name in _MERGES]
+
+
+def _divide(total: PerHead, count: PerHead) -> PerHead:
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _times(value: PerHead, weight: PerHead) -> PerHead:
+    return np.where(weight > 0, value * weight, 0)
