@@ -9,6 +9,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: .venv/base.done
 	$(BIN)/python examples/tour.py
 
+# One BLAS thread a worker: OpenBLAS threads that outnumber the cores wait for each other.
+test: export OPENBLAS_NUM_THREADS = 1
+test: export OMP_NUM_THREADS = 1
 test: .venv/test.done
 	$(BIN)/python -m pytest -n auto
 
@@ -22,6 +25,7 @@ bench: .venv/test.done
 
 # Rewrites the tables in docs/ that are made from the code, then runs every example in them.
 docs: .venv/test.done
+	$(BIN)/python scripts/make_picture.py
 	$(BIN)/python scripts/make_tables.py
 	$(BIN)/python -m pytest tests/test_docs.py
 

@@ -1,6 +1,7 @@
 """Scaled dot-product attention, softmax(QKᵀ/√d_k)V, with a thermometer in it.
 
-`attend` computes attention and returns a Reading of what happened inside the softmax, without the queries × keys matrix.
+`attend` computes attention and returns a Reading of what happened inside the softmax, without ever building the
+queries × keys matrix.
 """
 
 from ._attend import Attended as Attended

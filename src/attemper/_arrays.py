@@ -20,6 +20,8 @@ _AXES = {
     "k": ("batch", "heads", "keys", "head_dim"),
     "v": ("batch", "heads", "keys", "head_dim"),
     "attn_mask": ("batch", "heads", "queries", "keys"),
+    "scale": ("heads",),
+    "sinks": ("heads",),
 }
 
 
@@ -59,16 +61,32 @@ def require_array(name: str, x: object) -> str:
     """The framework of an operand, or an error that says how to make an array of it."""
     framework = framework_of(x)
     if framework is not None:
+        _require_dense(name, x)
         return framework
-    kind = type(x).__name__
     if isinstance(x, np.ma.MaskedArray):
-        fix = f"Pass {name}.filled(…) and hide keys with attn_mask."
-    elif isinstance(x, (list, tuple, int, float)):
-        fix = f"Pass a NumPy array or a torch tensor: np.asarray({name}, dtype=np.float32)."
-    else:
-        fix = f"attemper takes NumPy arrays and torch tensors: pass np.asarray({name})."
-    article = "an" if kind[:1].lower() in "aeiou" else "a"
-    raise FrameworkError(explain(f"{name} is {article} {kind}, not an array.", fix))
+        fix = f"Pass {name}.filled(…)" + ("." if name == "attn_mask" else ", and hide keys with attn_mask.")
+        raise FrameworkError(explain(f"{name} is a masked array, and attention would ignore its mask.", fix))
+    fix = "Pass a NumPy array or a torch tensor"
+    if isinstance(x, (list, tuple)):
+        # A list of booleans must stay a mask that hides, not become a bias that adds.
+        cast = "" if name == "attn_mask" else ", dtype=np.float32"
+        fix += f": np.asarray({name}{cast})"
+    elif hasattr(x, "__array__"):
+        fix += f": np.asarray({name})"
+    elif x is None and name == "v":
+        fix += "; attemper.read needs no v"
+    kind = type(x).__name__
+    what = "None" if x is None else f"an {kind}" if kind[:1].lower() in "aeiou" else f"a {kind}"
+    raise FrameworkError(explain(f"{name} is {what}, not an array.", f"{fix}."))
+
+
+def _require_dense(name: str, x: Array) -> None:
+    if getattr(x, "is_nested", False):
+        fix = "Pass a padded tensor and key_lengths, or a packed one and cu_seqlens."
+        raise FrameworkError(explain(f"{name} is a nested tensor, whose rows have no common length.", fix))
+    layout = str(getattr(x, "layout", "torch.strided")).removeprefix("torch.")
+    if layout != "strided":
+        raise FrameworkError(explain(f"{name} is a tensor of layout {layout}.", f"Pass {name}.to_dense()."))
 
 
 def require_floating(name: str, x: Array) -> None:

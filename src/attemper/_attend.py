@@ -11,7 +11,7 @@ import numpy as np
 
 from ._arrays import Array, dtype_name, require_array
 from ._errors import BackendError, OptionError, explain, unknown
-from ._problem import Problem, pose
+from ._problem import Problem, flag, pose
 from ._reading import Reading, choose
 
 BACKENDS = ("reference", "numpy")
@@ -123,9 +123,7 @@ def attend(
     ((8, 128, 64), (8, 128), 'numpy')
     """
     problem = pose(
-        q,
-        k,
-        _given("v", v),
+        *_given(q=q, k=k, v=v),
         attn_mask=attn_mask,
         is_causal=is_causal,
         query_offset=query_offset,
@@ -215,7 +213,7 @@ def scaled_dot_product_attention(
     >>> scaled_dot_product_attention(x, x, x, is_causal=True).round(2).tolist()
     [[1.0, 0.0], [0.33000001311302185, 0.6700000166893005]]
     """
-    if attn_mask is not None and is_causal:
+    if attn_mask is not None and flag("is_causal", is_causal):
         fix = "Put the causal part into attn_mask, or call attemper.attend, which combines them."
         raise OptionError(explain("attn_mask and is_causal were both given.", fix))
     return attend(
@@ -257,9 +255,7 @@ def trace(
     ([[1.0, 0.0], [0.0, 1.0]], [[0.731, 0.269], [0.269, 0.731]])
     """
     problem = pose(
-        q,
-        k,
-        _given("v", v),
+        *_given(q=q, k=k, v=v),
         attn_mask=attn_mask,
         is_causal=is_causal,
         query_offset=query_offset,
@@ -274,7 +270,9 @@ def trace(
         enable_gqa=enable_gqa,
     )
     module = _backend("reference")
-    _refuse("reference", module.unsupported(problem), problem)
+    if module.unsupported(problem) is not None:
+        headline = f"trace cannot take these operands: {module.unsupported(problem)}."
+        raise BackendError(explain(headline, "Pass NumPy arrays: q.numpy()."))
     steps = module.matrices(problem)
     wide = np.float64 if dtype_name(problem.q) == "float64" else np.float32
 
@@ -293,15 +291,16 @@ def trace(
     )
 
 
-def _given(name: str, value: Array) -> Array:
-    # None means "statistics only" further down, so it must not slip through here.
-    require_array(name, value)
-    return value
+def _given(**operands: Array) -> list[Array]:
+    # v=None means "statistics only" further down, so it must not slip through here.
+    for name, array in operands.items():
+        require_array(name, array)
+    return list(operands.values())
 
 
 def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> tuple[Array, Reading]:
     wanted = choose(stats)
-    if differentiable and problem.framework == "numpy":
+    if flag("differentiable", differentiable) and problem.framework == "numpy":
         fix = "Pass torch tensors, or leave differentiable=False."
         raise OptionError(explain("differentiable=True, but NumPy arrays carry no gradients.", fix))
     name, module = _pick(problem, backend)
@@ -313,11 +312,14 @@ def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> 
 
 
 def _pick(problem: Problem, backend: str) -> tuple[str, Any]:
+    if not (isinstance(backend, str) and backend in ("auto", *BACKENDS)):
+        raise unknown("backend", backend, ("auto", *BACKENDS))
     if backend != "auto":
-        if backend not in BACKENDS:
-            raise unknown("backend", backend, ("auto", *BACKENDS))
         module = _backend(backend)
-        _refuse(backend, module.unsupported(problem), problem)
+        reason = module.unsupported(problem)
+        if reason is not None:
+            fix = "Pass backend='auto' to let the operands choose."
+            raise BackendError(explain(f"backend {backend!r} cannot take this call: {reason}.", fix))
         return backend, module
     reasons = []
     for name in AUTO:
@@ -332,9 +334,3 @@ def _pick(problem: Problem, backend: str) -> tuple[str, Any]:
 
 def _backend(name: str) -> Any:
     return import_module(f"._backends.{name}", __package__)
-
-
-def _refuse(backend: str, reason: str | None, problem: Problem) -> None:
-    if reason is not None:
-        fix = "Pass backend='auto' to let the operands choose."
-        raise BackendError(explain(f"backend {backend!r} cannot take this call: {reason}.", fix))

@@ -8,15 +8,18 @@ comes on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ._errors import OptionError, ShapeError, explain
+from ._errors import OptionError, ShapeError, brief, explain
 
 Integers = NDArray[np.int64]
+
+FARTHEST = 2**61
+"""The largest position, so that no sum of a position, a window's side and a length leaves int64."""
 
 
 class Bounds(NamedTuple):
@@ -80,9 +83,9 @@ def key_bounds(
 def _window(window: object) -> tuple[int | None, int | None]:
     if window is None:
         return None, None
-    if not (isinstance(window, Sequence) and len(window) == 2) or isinstance(window, str):
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
         fix = "Pass window=(left, right), either of them None for an open side."
-        raise OptionError(explain(f"window is {window!r}, not a pair.", fix))
+        raise OptionError(explain(f"window is {brief(window)}, not a pair.", fix))
     sides: list[int | None] = []
     for name, side in zip(("left", "right"), window, strict=True):
         if side is None:
@@ -90,20 +93,29 @@ def _window(window: object) -> tuple[int | None, int | None]:
             continue
         if isinstance(side, bool) or not isinstance(side, (int, np.integer)):
             fix = "Pass whole numbers of keys, or None for an open side."
-            raise OptionError(explain(f"window has {name} side {side!r}.", fix))
+            raise OptionError(explain(f"window has {name} side {brief(side)}.", fix))
         if side < 0:
             fix = "Sides count keys and cannot be negative; None leaves a side open."
-            raise OptionError(explain(f"window has {name} side {side}.", fix))
-        sides.append(int(side))
+            raise OptionError(explain(f"window has {name} side {brief(int(side))}.", fix))
+        # Farther than any key from any query: open.
+        sides.append(int(side) if side <= 2 * FARTHEST else None)
     return sides[0], sides[1]
 
 
 def _whole_numbers(name: str, value: object) -> Integers:
-    array = np.asarray(value)
-    if array.dtype.kind not in "iu":
-        fix = "Pass whole numbers."
-        raise OptionError(explain(f"{name} has dtype {array.dtype.name}.", fix))
-    return array.astype(np.int64, copy=False)
+    array = None
+    # Lists of different lengths and tensors that are not in memory make no array; a masked one would lose its mask.
+    with suppress(TypeError, ValueError, RuntimeError):
+        array = None if isinstance(value, np.ma.MaskedArray) else np.asarray(value)
+    if array is None or array.dtype.kind not in "iu":
+        what = f"is {brief(value)}"
+        if array is not None and hasattr(value, "dtype"):
+            what = f"has dtype {array.dtype.name}"
+        raise OptionError(explain(f"{name} {what}.", "Pass whole numbers."))
+    for extreme in (array.min(initial=0), array.max(initial=0)):
+        if abs(int(extreme)) > FARTHEST:
+            raise OptionError(explain(f"{name} contains {extreme}.", "Pass numbers between −2⁶¹ and 2⁶¹."))
+    return np.asarray(array, dtype=np.int64)
 
 
 def _per_batch(name: str, value: object, batch: tuple[int, ...]) -> Integers:
@@ -111,7 +123,8 @@ def _per_batch(name: str, value: object, batch: tuple[int, ...]) -> Integers:
     if array.ndim > len(batch) or any(
         n not in (1, size) for n, size in zip(array.shape[::-1], batch[::-1], strict=False)
     ):
-        fix = f"It holds one number per batch entry: shape {batch}, or a single number."
+        shape = f"shape {batch}, or a single number" if batch else "there are no batch axes, so a single number"
+        fix = f"It holds one number per batch entry: {shape}."
         raise ShapeError(explain(f"{name} has shape {array.shape}.", fix))
     return np.broadcast_to(array, batch)
 
@@ -132,26 +145,31 @@ def _offset(value: object, batch: tuple[int, ...]) -> Integers | None:
     if isinstance(value, str):
         if value != "bottom-right":
             fix = "Pass a number, one per batch entry, or 'bottom-right'."
-            raise OptionError(explain(f"query_offset {value!r} is not known.", fix))
+            raise OptionError(explain(f"query_offset {brief(value)} is not known.", fix))
         return None
     if isinstance(value, (bool, float)) or value is None:
         fix = "Pass a whole number, one per batch entry, or 'bottom-right'."
-        raise OptionError(explain(f"query_offset is {value!r}.", fix))
+        raise OptionError(explain(f"query_offset is {brief(value)}.", fix))
     return _per_batch("query_offset", value, batch)
 
 
 def _segments(value: object, queries: int, keys: int) -> Segments | None:
     if value is None:
         return None
+    query_side = key_side = value
+    names = ("cu_seqlens", "cu_seqlens")
     # A pair of arrays, rather than one array of two numbers.
-    pair = isinstance(value, (tuple, list)) and len(value) == 2 and np.ndim(value[0]) == 1
-    query_side, key_side = value if pair and isinstance(value, (tuple, list)) else (value, value)
-    names = ("cu_seqlens[0]", "cu_seqlens[1]") if pair else ("cu_seqlens", "cu_seqlens")
+    if isinstance(value, (tuple, list)) and len(value) == 2 and _holds_several(value[0]):
+        query_side, key_side = value
+        names = ("cu_seqlens[0]", "cu_seqlens[1]")
     query_starts = _starts(names[0], query_side, queries, "queries")
+    if key_side is query_side and queries != keys:
+        fix = "Pass a pair: cu_seqlens=(query_starts, key_starts)."
+        raise ShapeError(explain(f"cu_seqlens is one array for {queries} queries and {keys} keys.", fix))
     key_starts = _starts(names[1], key_side, keys, "keys")
     if len(query_starts) != len(key_starts):
-        fix = "Both sides describe the same sequences: pass as many starts for each."
-        counts = f"{len(query_starts) - 1} query sequences and {len(key_starts) - 1} key sequences"
+        fix = "Both sides describe the same sequences: pass as many starts for the keys as for the queries."
+        counts = f"{len(query_starts) - 1} sequences of queries, but {len(key_starts) - 1} of keys"
         raise ShapeError(explain(f"cu_seqlens has {counts}.", fix))
     query_lengths, key_lengths = np.diff(query_starts), np.diff(key_starts)
     per_query = np.repeat(np.arange(len(query_lengths)), query_lengths)
@@ -161,6 +179,10 @@ def _segments(value: object, queries: int, keys: int) -> Segments | None:
         key_starts[per_query],
         key_lengths[per_query],
     )
+
+
+def _holds_several(value: object) -> bool:
+    return isinstance(value, (tuple, list)) or len(getattr(value, "shape", ())) > 0
 
 
 def _starts(name: str, value: object, total: int, axis: str) -> Integers:

@@ -18,7 +18,9 @@ def kept(rows: NDArray[np.int64], keys: NDArray[np.int64], dropout_p: float, see
     Rows are numbered through (*batch, heads, queries) of the whole problem, keys from 0. A row's 64-bit key is a
     step of SplitMix64; its two halves then salt a 32-bit finaliser (MurmurHash3) over the key index.
     """
-    row_key = _splitmix(np.uint64(seed % 2**64) + _GOLDEN * (rows.astype(np.uint64) + np.uint64(1)))
+    # The seed is mixed before rows are added to it, or seeds a step apart would shift each other's rows.
+    start = _splitmix(np.asarray([seed % 2**64], dtype=np.uint64))[0]
+    row_key = _splitmix(start + _GOLDEN * (rows.astype(np.uint64) + np.uint64(1)))
     low, high = row_key.astype(np.uint32), (row_key >> np.uint64(32)).astype(np.uint32)
     draw = _finalise(keys.astype(np.uint32) * np.uint32(0x9E3779B1) ^ low)
     draw = _finalise(draw + high)

@@ -67,23 +67,36 @@ def explain(headline: str, fix: str, operands: Iterable[Operand] = ()) -> str:
     depth = max((len(axes) for _, axes, _ in rows), default=0)
     names = max((len(name) for name, _, _ in rows), default=0)
     columns = [max((len(axes[-i]) for _, axes, _ in rows if len(axes) >= i), default=0) for i in range(depth, 0, -1)]
-    lines = [headline]
-    for name, axes, kind in rows:
-        widths = columns[depth - len(axes) :]
+    shapes = []
+    for _, axes, _ in rows:
+        missing = depth - len(axes)
         cells = [
             axis + ("," if i < len(axes) - 1 else "") + " " * (width - len(axis))
-            for i, (axis, width) in enumerate(zip(axes, widths, strict=True))
+            for i, (axis, width) in enumerate(zip(axes, columns[missing:], strict=True))
         ]
-        shape = f"({' '.join(cells).rstrip()})"
-        lines.append(f"  {name:<{names}}  {shape}  {kind}".rstrip())
+        indent = sum(width + len(", ") for width in columns[:missing])
+        shapes.append(f"{' ' * indent}({' '.join(cells).rstrip()})")
+    widest = max(map(len, shapes), default=0)
+    lines = [headline]
+    for (name, _, kind), shape in zip(rows, shapes, strict=True):
+        lines.append(f"  {name:<{names}}  {shape:<{widest}}  {kind}".rstrip())
     lines.append(f"  {fix}")
     return "\n".join(lines)
+
+
+def brief(value: object) -> str:
+    """A value as a message quotes it: on one line, and not at length."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # the repr of a stranger, or of an int with thousands of digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:79]}…"
 
 
 def unknown(kind: str, given: object, known: Iterable[str]) -> OptionError:
     """The error for a name that is not on the list, with the nearest one that is."""
     names = list(known)
-    near = difflib.get_close_matches(str(given).lower(), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=0.5) if isinstance(given, str) else []
     guess = f"Did you mean {near[0]!r}? " if near else ""
     choices = ", ".join(repr(name) for name in names)
-    return OptionError(explain(f"{kind} {given!r} is not known.", f"{guess}Choose from {choices}."))
+    return OptionError(explain(f"{kind} {brief(given)} is not known.", f"{guess}Choose from {choices}."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from ._arrays import (
     require_floating,
 )
 from ._bounds import Bounds, key_bounds
-from ._errors import DtypeError, FrameworkError, OptionError, ShapeError, explain, unknown
+from ._errors import DtypeError, FrameworkError, OptionError, ShapeError, brief, explain, unknown
 from ._scale import ATTEND_RULES, scale_for
 
 RANKS = (2, 5)
@@ -101,7 +102,7 @@ def pose(
     _one_dtype(operands)
     _lengths_agree(operands)
     aligned, one_head = _align_ranks(operands)
-    batch, heads, kv_heads = _broadcast_axes(operands, aligned, enable_gqa=enable_gqa)
+    batch, heads, kv_heads = _broadcast_axes(operands, aligned, enable_gqa=flag("enable_gqa", enable_gqa))
 
     def spread(name: str, head_count: int) -> Array:
         array = aligned[name]
@@ -119,20 +120,27 @@ def pose(
             batch,
             queries,
             keys,
-            is_causal=is_causal,
+            is_causal=flag("is_causal", is_causal),
             query_offset=query_offset,
             window=window,
             key_lengths=key_lengths,
             cu_seqlens=cu_seqlens,
         ),
-        scale=_scale(scale, int(q4.shape[-1]), heads),
-        softcap=_softcap(softcap),
-        sinks=_per_head("sinks", sinks, heads, framework),
+        scale=_scale(scale, int(q4.shape[-1]), heads, operands),
+        softcap=_softcap(softcap, dtype_name(q)),
+        sinks=_per_head("sinks", sinks, heads, operands),
         dropout_p=_dropout_p(dropout_p),
         seed=_seed(seed, dropout_p),
         one_head=one_head,
         framework=framework,
     )
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False, or an error: what merely counts as true is more often a mistake."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise OptionError(explain(f"{name} is {brief(value)}.", "Pass True or False."))
+    return bool(value)
 
 
 def _shown(operands: dict[str, Array]) -> list[Any]:
@@ -182,7 +190,11 @@ def _lengths_agree(operands: dict[str, Array]) -> None:
 def _align_ranks(operands: dict[str, Array]) -> tuple[dict[str, Array], bool]:
     """Leading axes of size 1 until all ranks agree, and at least a heads axis."""
     rank = max(len(array.shape) for array in operands.values())
-    aligned = {name: array[(None,) * (max(rank, 3) - len(array.shape))] for name, array in operands.items()}
+    aligned = {}
+    for name, array in operands.items():
+        # An np.matrix would insist on its two axes.
+        plain = np.asarray(array) if isinstance(array, np.ndarray) else array
+        aligned[name] = plain[(None,) * (max(rank, 3) - len(array.shape))]
     return aligned, rank == 2
 
 
@@ -191,25 +203,26 @@ def _broadcast_axes(
 ) -> tuple[tuple[int, ...], int, int]:
     """The common batch shape, the query heads and the key heads."""
     batch = aligned["q"].shape[:-3]
-    for name in list(operands)[1:]:
+    for i, name in enumerate(operands):
         try:
             batch = np.broadcast_shapes(tuple(batch), tuple(aligned[name].shape[:-3]))
         except ValueError:
-            headline = f"{name} has batch {_axes(aligned[name].shape[:-3])}, against {_axes(batch)}."
+            others = "q has" if i == 1 else "q and k have"
+            headline = f"{name} has batch {_axes(aligned[name].shape[:-3])}, but {others} batch {_axes(batch)}."
             fix = "Batch axes must be equal or 1."
             raise ShapeError(explain(headline, fix, _shown(operands))) from None
     q_heads, k_heads = int(aligned["q"].shape[-3]), int(aligned["k"].shape[-3])
     v_heads = int(aligned["v"].shape[-3]) if "v" in aligned else k_heads
     if k_heads != v_heads and 1 not in (k_heads, v_heads):
         headline = f"v has {v_heads} heads, but k has {k_heads} heads."
-        fix = "Each key head needs one value head: give k and v as many heads."
+        fix = "Each key head needs one value head: give k and v the same number of heads."
         raise ShapeError(explain(headline, fix, _shown(operands)))
     kv_heads = k_heads if v_heads == 1 else v_heads
     if q_heads == kv_heads or kv_heads == 1:
         return tuple(batch), q_heads, kv_heads
     if q_heads == 1:
         return tuple(batch), kv_heads, kv_heads
-    headline = f"k has {kv_heads} heads, but q has {q_heads} heads."
+    headline = f"{'k' if k_heads == kv_heads else 'v'} has {kv_heads} heads, but q has {q_heads} heads."
     if kv_heads and q_heads % kv_heads == 0:
         if enable_gqa:
             return tuple(batch), q_heads, kv_heads
@@ -220,7 +233,7 @@ def _broadcast_axes(
 
 
 def _axes(shape: Sequence[int]) -> str:
-    return " × ".join(str(int(n)) for n in shape) or "of no axes"
+    return " × ".join(str(int(n)) for n in shape)
 
 
 def _broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
@@ -230,12 +243,9 @@ def _broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
 def _mask(mask: Array | None, shape: tuple[int, ...], operands: dict[str, Array]) -> Array | None:
     if mask is None:
         return None
-    framework = require_array("attn_mask", mask)
-    shown = [operand("q", operands["q"]), operand("k", operands["k"]), operand("attn_mask", mask)]
-    if framework != framework_of(operands["q"]):
-        headline = f"attn_mask is a {framework} array, but q is a {framework_of(operands['q'])} array."
-        fix = "Pass all operands from one framework: torch.from_numpy(…) or tensor.numpy()."
-        raise FrameworkError(explain(headline, fix, shown))
+    involved = {"q": operands["q"], "k": operands["k"], "attn_mask": mask}
+    _one_framework(involved)
+    shown = _shown(involved)
     kind = dtype_name(mask)
     if kind != "bool" and kind not in FLOATING:
         fix = "Pass bool (True = attend) or floating values that are added to the scores."
@@ -249,7 +259,7 @@ def _mask(mask: Array | None, shape: tuple[int, ...], operands: dict[str, Array]
     return _broadcast_to(mask, shape)
 
 
-def _scale(scale: object, head_dim: int, heads: int) -> float | Array:
+def _scale(scale: object, head_dim: int, heads: int, operands: dict[str, Array]) -> float | Array:
     if scale is None:
         scale = "sqrt_dk"
     if isinstance(scale, str):
@@ -261,53 +271,72 @@ def _scale(scale: object, head_dim: int, heads: int) -> float | Array:
             raise unknown("scale", scale, ATTEND_RULES)
         # With no components every score is 0 and any scale gives the same uniform weights.
         return scale_for(scale, head_dim) if head_dim else 1.0
-    if framework_of(scale) is not None and len(scale.shape) > 0:  # type: ignore[attr-defined]
-        return _per_head("scale", scale, heads, None)
-    if isinstance(scale, (list, tuple)):
-        return _per_head("scale", np.asarray(scale, dtype=np.float64), heads, None)
-    try:
-        number = float(scale)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    if isinstance(scale, (list, tuple)) or (framework_of(scale) and len(scale.shape) > 0):  # type: ignore[attr-defined]
+        return _per_head("scale", scale, heads, operands)
+    number = _number(scale)
+    if number is None:
         fix = "Pass a number, one number per head, or one of " + ", ".join(map(repr, ATTEND_RULES)) + "."
-        raise OptionError(explain(f"scale is {scale!r}.", fix)) from None
+        raise OptionError(explain(f"scale is {brief(scale)}.", fix))
     if not math.isfinite(number):
         raise OptionError(explain(f"scale is {number}.", "Pass a finite number."))
     return number
 
 
-def _per_head(name: str, value: object, heads: int, framework: str | None) -> Array | None:
+def _number(value: object) -> float | None:
+    """A real number as a float; None for anything else, also for what float() would read as one."""
+    if isinstance(value, np.generic) or (framework_of(value) and value.shape == ()):  # type: ignore[attr-defined]
+        value = value.item()  # type: ignore[attr-defined]
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _per_head(name: str, value: object, heads: int, operands: dict[str, Array]) -> Array | None:
     if value is None:
         return None
-    if isinstance(value, (list, tuple, float, int)):
-        value = np.asarray(value, dtype=np.float64)
-    found = require_array(name, value)
+    fix = f"It holds one number per query head: shape ({heads},)."
     array: Array = value
-    if framework is not None and found != framework:
-        fix = "Pass all operands from one framework."
-        raise FrameworkError(explain(f"{name} is a {found} array, but q is a {framework} array.", fix))
+    if isinstance(value, (list, tuple)):
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError):  # lists of different lengths
+            array = np.asarray(None)
+        if array.dtype.kind not in "iuf" and array.dtype.name not in FLOATING:
+            raise OptionError(explain(f"{name} is {brief(value)}.", fix))
+        array = array.astype(np.float64)
+    else:
+        _one_framework({"q": operands["q"], name: value})
     if tuple(array.shape) != (heads,):
-        fix = f"It holds one number per query head: shape ({heads},)."
-        raise ShapeError(explain(f"{name} has shape {tuple(array.shape)}.", fix))
+        shown = _shown({"q": operands["q"], "k": operands["k"], name: array})
+        raise ShapeError(explain(f"{name} has shape {tuple(array.shape)}.", fix, shown))
     require_floating(name, array)
+    if name == "sinks" and isinstance(array, np.ndarray) and not (array.astype(np.float64) < np.inf).all():
+        raise OptionError(explain("sinks contains NaN or infinity.", "Pass finite logits, or −inf for no sink."))
     if name == "scale" and isinstance(array, np.ndarray) and not np.isfinite(array.astype(np.float64)).all():
         raise OptionError(explain("scale is not finite in every head.", "Pass finite numbers."))
     return array
 
 
-def _softcap(softcap: Any) -> float | None:
+def _softcap(softcap: Any, dtype: str) -> float | None:
     if softcap is None:
         return None
-    if isinstance(softcap, (str, bool)) or not math.isfinite(softcap) or softcap <= 0:
+    number = _number(softcap)
+    if number is None or not 0 < number < math.inf:
         fix = "Pass a positive number, or None for no cap."
-        raise OptionError(explain(f"softcap is {softcap!r}.", fix))
-    return float(softcap)
+        raise OptionError(explain(f"softcap is {brief(softcap)}.", fix))
+    # A cap at the end of the accumulator's range bends no score, but scores divided by it would vanish.
+    return None if number > (1e250 if dtype == "float64" else 1e30) else number
 
 
 def _dropout_p(dropout_p: Any) -> float:
-    if isinstance(dropout_p, str) or not 0 <= dropout_p < 1:
+    number = _number(dropout_p)
+    if number is None or not 0 <= number < 1:
         fix = "It is the share of weights to drop and lies in [0, 1)."
-        raise OptionError(explain(f"dropout_p is {dropout_p!r}.", fix))
-    return float(dropout_p)
+        raise OptionError(explain(f"dropout_p is {brief(dropout_p)}.", fix))
+    return number
 
 
 def _seed(seed: int | None, dropout_p: float) -> int:
@@ -316,5 +345,5 @@ def _seed(seed: int | None, dropout_p: float) -> int:
         return int(np.random.randint(0, 2**63, dtype=np.int64)) if dropout_p else 0  # noqa: NPY002
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
         fix = "Pass a whole number of at least 0, or None to draw one from np.random."
-        raise OptionError(explain(f"seed is {seed!r}.", fix))
+        raise OptionError(explain(f"seed is {brief(seed)}.", fix))
     return int(seed)

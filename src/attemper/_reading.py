@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ._arrays import Array, device_name, to_numpy
-from ._errors import OptionError, explain, unknown
+from ._errors import OptionError, brief, explain, unknown
 
 SCHEMA = "attemper.reading/1"
 
@@ -61,7 +61,7 @@ class Reading:
 
     @property
     def normalized_entropy(self) -> Array | None:
-        """entropy / ln visible_keys, in [0, 1]; NaN for a row that sees fewer than two keys."""
+        """Entropy over ln visible_keys, in [0, 1]; NaN for a row that sees fewer than two keys."""
         if self.entropy is None or self.visible_keys is None:
             return None
         xp = _namespace(self.entropy)
@@ -112,9 +112,7 @@ class Reading:
         if measured and device_name(getattr(self, measured[0])) not in ("numpy", "cpu"):
             place = f" on {device_name(getattr(self, measured[0]))}"
         lines = [f"Reading({where or 'nothing measured'}; backend {self.backend}{place})"]
-        for name in measured:
-            lines.append(f"  {name:<18}  {summary(to_numpy(getattr(self, name)))}")
-        return "\n".join(lines)
+        return "\n".join(lines + [f"  {name:<18}  {summary(to_numpy(getattr(self, name)))}" for name in measured])
 
 
 MEASURED = tuple(field.name for field in fields(Reading) if field.name != "backend")
@@ -134,18 +132,20 @@ FIELDS = (*MEASURED, *DERIVED)
 
 def choose(stats: object) -> frozenset[str]:
     """The measured fields that `stats="all"`, `"none"`, a name or several names ask for."""
-    if stats == "all":
-        return frozenset(MEASURED)
-    if stats == "none" or stats is None:
-        return frozenset()
-    names = (stats,) if isinstance(stats, str) else stats
+    if isinstance(stats, str):
+        if stats == "all":
+            return frozenset(MEASURED)
+        names: Any = () if stats == "none" else (stats,)
+    else:
+        names = () if stats is None else stats
     if not isinstance(names, (tuple, list, set, frozenset)):
         fix = "Pass 'all', 'none', or names of Reading fields."
-        raise OptionError(explain(f"stats is {stats!r}.", fix))
+        raise OptionError(explain(f"stats is {brief(stats)}.", fix))
     wanted: set[str] = set()
     for name in names:
-        if name not in FIELDS:
-            raise unknown("statistic", name, ("all", "none", *FIELDS))
+        if not isinstance(name, str) or name not in FIELDS:
+            # 'all' and 'none' stand alone, never among names.
+            raise unknown("statistic", name, ("all", "none", *FIELDS) if isinstance(stats, str) else FIELDS)
         wanted.update(DERIVED.get(name, (name,)))
     return frozenset(wanted)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 
-from ._errors import OptionError, explain, unknown
+from ._errors import OptionError, brief, explain, unknown
 
 _NEEDS = {"sqrt_dmodel": "model_dim", "log_n": "keys"}
 
@@ -38,15 +39,25 @@ def scale_for(rule: str, head_dim: int, *, model_dim: int | None = None, keys: i
     >>> round(scale_for("sqrt_dk", 128) / scale_for("sqrt_dmodel", 128, model_dim=12288), 1)
     9.8
     """
-    if rule not in _RULES:
+    if not isinstance(rule, str) or rule not in _RULES:
         raise unknown("scale rule", rule, _RULES)
     for name, value in {"head_dim": head_dim, "model_dim": model_dim, "keys": keys}.items():
-        if value is not None and (isinstance(value, bool) or value != int(value) or value < 1):
+        if not (_counts(value) or (value is None and name != "head_dim")):
             fix = "Pass a whole number of at least 1."
-            raise OptionError(explain(f"{name} is {value!r} in scale_for({rule!r}).", fix))
+            raise OptionError(explain(f"{name} is {brief(value)} in scale_for({rule!r}).", fix))
     needed = _NEEDS.get(rule)
     other = {"model_dim": model_dim, "keys": keys}.get(needed or "")
     if needed is not None and other is None:
         fix = f"Pass {needed}: scale_for({rule!r}, {head_dim}, {needed}=…)."
         raise OptionError(explain(f"The rule {rule!r} needs {needed}.", fix))
     return _RULES[rule](head_dim, other or 1)
+
+
+def _counts(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return False
+    try:
+        number = float(value)
+    except OverflowError:
+        return False
+    return number >= 1 and number.is_integer()

@@ -19,6 +19,7 @@ over machines. Works on NumPy arrays and torch tensors; parts that nobody asked 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,71 @@ def identity(xp: Any, rows: tuple[int, ...], parts: frozenset[str], *, value_dim
     )
 
 
+def observe(
+    xp: Any,
+    scores: Array,
+    qk: Array | None,
+    visible: Array | None,
+    keys: Array,
+    parts: frozenset[str],
+    weigh: Callable[[Array], Array] | None,
+) -> State:
+    """The State over one tile of at least one key.
+
+    Args:
+        xp: numpy or torch.
+        scores: (*rows, keys).
+        qk: the scaled q·k before softcap and bias; None where it is the scores.
+        visible: (*rows, keys), True where a row sees a key; None where all do.
+        keys: the index of each key, (keys,).
+        parts: the optional parts to fill.
+        weigh: from (*rows, keys) unnormalised weights to their sum of values, (*rows, value_dim).
+    """
+    hidden_low = scores if visible is None else xp.where(visible, scores, -float("inf"))
+    maximum = xp.amax(hidden_low, -1)
+    deviation = hidden_low - xp.where(maximum == -float("inf"), 0, maximum)[..., None]
+    weights = xp.exp(deviation)
+    everyone = xp.zeros_like(maximum) + scores.shape[-1]
+    count = everyone if visible is None else visible.sum(-1, dtype=scores.dtype)
+    tilt = squares = mean = spread = highest = first = first_score = None
+    if "tilt" in parts:
+        # A finite lower bound keeps 0·(−inf) out.
+        tilt = xp.einsum("...k,...k->...", weights, xp.clip(deviation, xp.finfo(scores.dtype).min, None))
+    if "squares" in parts:
+        squares = xp.einsum("...k,...k->...", weights, weights)
+    if "moments" in parts:
+        # Two passes over the tile: the sum of squares alone would cancel when the mean is large.
+        shown = scores if visible is None else xp.where(visible, scores, 0)
+        mean = shown.sum(-1) / xp.where(count > 0, count, 1)
+        apart = scores - mean[..., None]
+        if visible is not None:
+            apart = xp.where(visible, apart, 0)
+        spread = xp.einsum("...k,...k->...", apart, apart)
+    if "highest_qk" in parts:
+        highest = maximum
+        if qk is not None:
+            highest = xp.amax(qk if visible is None else xp.where(visible, qk, -float("inf")), -1)
+    if "first" in parts:
+        if visible is None:
+            first, first_score = xp.zeros_like(maximum, dtype=xp.int64) + keys[0], scores[..., 0]
+        else:
+            first = xp.amin(xp.where(visible, keys, NO_KEY), -1)
+            first_score = xp.amax(xp.where(keys == first[..., None], hidden_low, -float("inf")), -1)
+    return State(
+        maximum=maximum,
+        total=weights.sum(-1),
+        count=count,
+        weighted=None if weigh is None else weigh(weights),
+        tilt=tilt,
+        squares=squares,
+        mean=mean,
+        spread=spread,
+        highest_qk=highest,
+        first=first,
+        first_score=first_score,
+    )
+
+
 def merge(xp: Any, one: State, two: Any) -> State:
     """The State over the union of two disjoint sets of keys; both States have the same parts."""
     maximum = xp.maximum(one.maximum, two.maximum)
@@ -94,19 +160,23 @@ def merge(xp: Any, one: State, two: Any) -> State:
         weighted = keep_one[..., None] * one.weighted + keep_two[..., None] * two.weighted
     tilt = None
     if one.tilt is not None:
-        tilt = keep_one * (one.tilt + _product(xp, shift_one, one.total)) + keep_two * (
-            two.tilt + _product(xp, shift_two, two.total)
-        )
+        # Where the shift overflows to −inf its weight is 0, and so is their product.
+        lean_one = xp.where(keep_one == 0, 0, shift_one) * keep_one
+        lean_two = xp.where(keep_two == 0, 0, shift_two) * keep_two
+        tilt = keep_one * one.tilt + keep_two * two.tilt + lean_one * one.total + lean_two * two.total
     squares = None
     if one.squares is not None:
         squares = keep_one * keep_one * one.squares + keep_two * keep_two * two.squares
     count = one.count + two.count
     mean = spread = None
     if one.mean is not None and one.spread is not None:
-        # Chan, Golub and LeVeque's pairwise update; the share is 0 where both sets are empty.
-        share = two.count / xp.where(count > 0, count, 1)
-        delta = xp.where((one.count > 0) & (two.count > 0), two.mean - one.mean, 0)
-        mean = xp.where(one.count > 0, one.mean, two.mean) + delta * share
+        # Chan, Golub and LeVeque's pairwise update; an empty set has mean 0 and share 0.
+        whole = xp.where(count > 0, count, 1)
+        share = two.count / whole
+        # Equal means differ by 0 also where both are infinite.
+        apart = (one.count > 0) & (two.count > 0) & (one.mean != two.mean)
+        delta = xp.where(apart, two.mean - one.mean, 0)
+        mean = one.mean * (one.count / whole) + two.mean * share
         spread = one.spread + two.spread + delta * delta * one.count * share
     first = first_score = None
     if one.first is not None:
@@ -128,12 +198,9 @@ def merge(xp: Any, one: State, two: Any) -> State:
 
 
 def _shift(xp: Any, own: Array, maximum: Array) -> Array:
-    return xp.where(own == maximum, 0, own - maximum)
-
-
-def _product(xp: Any, shift: Array, total: Array) -> Array:
-    """shift·total, where −inf·0 is 0."""
-    return xp.where(total == 0, 0, shift * total)
+    """The difference, which is 0 where they are equal, infinite ones too."""
+    same = own == maximum
+    return xp.where(same, 0, own) - xp.where(same, 0, maximum)
 
 
 def finish(xp: Any, state: State, sinks: Array | None) -> tuple[Array | None, dict[str, Array]]:
@@ -179,7 +246,7 @@ def finish(xp: Any, state: State, sinks: Array | None) -> tuple[Array | None, di
     if state.weighted is not None:
         # A visible NaN must come through, so hidden rows are written as 0 rather than multiplied by it.
         output = xp.where(seen[..., None], state.weighted / denominator[..., None], 0)
-        fields["output_norm"] = xp.sqrt((output * output).sum(-1))
+        fields["output_norm"] = _norm(xp, output)
         sound = sound & xp.isfinite(fields["output_norm"])
     if state.mean is not None:
         fields["score_mean"] = state.mean
@@ -187,3 +254,12 @@ def finish(xp: Any, state: State, sinks: Array | None) -> tuple[Array | None, di
         sound = sound & xp.isfinite(state.mean)
         fields["nonfinite"] = xp.asarray(seen & ~sound, dtype=xp.int64)
     return output, fields
+
+
+def _norm(xp: Any, rows: Array) -> Array:
+    """The Euclidean norm, of which no square over- or underflows."""
+    if not rows.shape[-1]:
+        return xp.zeros_like(rows.sum(-1))
+    largest = xp.amax(xp.abs(rows), -1)
+    unit = xp.where((largest > 0) & xp.isfinite(largest), largest, 1)
+    return unit * xp.sqrt(((rows / unit[..., None]) ** 2).sum(-1))

@@ -170,9 +170,11 @@ class Vitals:
                 values[name] = _divide(np.where(counted, column, 0).sum(axis=(0, 2)), weights[name])
             else:
                 per_sequence = column.sum(axis=2)
-                weights[name] = np.full(count, len(per_sequence))
-                values[name] = _divide(per_sequence.sum(axis=0), weights[name])
-                values["pressure_spread"] = ((per_sequence - values[name]) ** 2).sum(axis=0)
+                counted = np.isfinite(per_sequence)
+                weights[name] = counted.sum(axis=0)
+                values[name] = _divide(np.where(counted, per_sequence, 0).sum(axis=0), weights[name])
+                apart = np.where(counted, per_sequence, values[name]) - values[name]
+                values["pressure_spread"] = np.where(weights[name] > 0, (apart**2).sum(axis=0), 0)
         return cls(site=site, calls=1, weights=weights, **values)
 
     def merge(self, other: Vitals) -> Vitals:
@@ -213,7 +215,7 @@ class Vitals:
     def to_scalars(self, *, per_head: bool = False) -> dict[str, float]:
         """A flat dict for any logger: `path/field` over the heads, and with `per_head` `path/head_3/field`.
 
-        Over the heads a sum is added, a maximum or minimum compared, a mean weighted; what was not measured is left out.
+        Over the heads sums add, maxima and minima compare, means are weighted; what was not measured is left out.
         """
         prefix = f"{self.site.path}/" if self.site.path else ""
         scalars: dict[str, float] = {}
@@ -257,6 +259,10 @@ class Vitals:
         if record.get("schema") != SCHEMA:
             fix = f"This version reads {SCHEMA}."
             raise OptionError(explain(f"The record's schema is {record.get('schema')!r}.", fix))
+        missing = [name for name in ("site", "calls", "weights", *_MERGES) if name not in record]
+        if missing:
+            fix = "Pass what Vitals.to_dict wrote, whole."
+            raise OptionError(explain(f"The record lacks {', '.join(missing)}.", fix))
         return cls(
             site=Site.from_dict(record["site"]),
             calls=record["calls"],

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .._arrays import Array
+from .._arrays import Array, dtype_name
 from .._dropout import kept
 from .._problem import Problem
-from .._state import NO_KEY, PARTS_FOR, State, finish, identity, merge
+from .._state import PARTS_FOR, State, finish, identity, merge, observe
 
-QUERY_TILE, KEY_TILE = 128, 512
-# Tiles of several heads are computed together while their scores fit in a core's cache.
-TILE_SCORES = 4 * QUERY_TILE * KEY_TILE
+# Long enough to hide Python's overhead; sums over longer tiles would lose digits, since einsum adds in long chains.
+QUERY_TILE, KEY_TILE = 512, 512
+# Tiles of several heads are computed together while their scores (2 MiB of float32) stay near a core's cache.
+TILE_SCORES = 2 * QUERY_TILE * KEY_TILE
 
 Index = tuple[slice, ...]
 
@@ -42,7 +44,7 @@ def unsupported(problem: Problem) -> str | None:
 
 def run(problem: Problem, stats: frozenset[str]) -> tuple[Array | None, dict[str, Array]]:
     """The output and the fields of the Reading that `stats` names."""
-    wide = np.dtype(np.float64 if problem.q.dtype == np.float64 else np.float32)
+    wide = np.dtype(np.float64 if dtype_name(problem.q) == "float64" else np.float32)
     parts = frozenset(part for name in stats for part in PARTS_FOR.get(name, ()))
     if problem.v is not None:
         parts |= {"weighted"}
@@ -161,89 +163,25 @@ def _rows_state(
             if mask.dtype == np.bool_:
                 shown = mask
             else:
-                mask = mask.astype(wide)
+                # Asked of the mask as it came: a finite number may become −inf in the narrower type and hides nothing.
                 shown = mask != -np.inf
-                scores = scores + mask
+                scores = scores + mask.astype(wide)
             visible = shown if visible is None else visible & shown
-        drop = None
-        if problem.dropout_p:
+        weigh = None
+        if operands.v is not None:
             rows = operands.rows[..., tile, None]
-            drop = kept(rows, index, problem.dropout_p, problem.seed)
-        values = None if operands.v is None else operands.v[..., keys, :].astype(wide)
+            drop = kept(rows, index, problem.dropout_p, problem.seed) if problem.dropout_p else None
+            weigh = partial(_weigh, visible, drop, operands.v[..., keys, :].astype(wide))
         raw = None if qk is scores else qk
-        state = merge(np, state, _observe(scores, raw, visible, values, drop, begin, parts))
+        state = merge(np, state, observe(np, scores, raw, visible, index, parts, weigh))
     if problem.dropout_p and state.weighted is not None:
         state = State(**{**vars(state), "weighted": state.weighted / (1 - problem.dropout_p)})
     return state
 
 
-def _observe(
-    scores: Array,
-    qk: Array | None,
-    visible: NDArray[np.bool_] | None,
-    values: Array | None,
-    drop: NDArray[np.bool_] | None,
-    offset: int,
-    parts: frozenset[str],
-) -> State:
-    """The State of one tile of (*rows, keys) scores; qk is None where they are the scores."""
-    if visible is not None:
-        scores = np.where(visible, scores, -np.inf)
-    maximum = scores.max(axis=-1)
-    deviation = scores - np.where(maximum == -np.inf, 0, maximum)[..., None]
-    weights = np.exp(deviation)
-    mean = spread = tilt = squares = highest = first = first_score = weighted = None
-    if "tilt" in parts:
-        # A finite lower bound keeps 0·(−inf) out of the tilt.
-        np.maximum(deviation, np.finfo(scores.dtype).min, out=deviation)
-        tilt = np.einsum("...k,...k->...", weights, deviation)
-    if "squares" in parts:
-        squares = np.einsum("...k,...k->...", weights, weights)
-    shape = maximum.shape
-    if visible is None:
-        count = np.full(shape, scores.shape[-1], dtype=scores.dtype)
-    else:
-        count = visible.sum(axis=-1, dtype=scores.dtype)
-    if "moments" in parts:
-        # Two passes over the tile: the sum of squares alone would cancel when the mean is large.
-        shown = scores if visible is None else np.where(visible, scores, 0)
-        mean = shown.sum(axis=-1) / np.maximum(count, 1)
-        apart = scores - mean[..., None]
-        if visible is not None:
-            apart = np.where(visible, apart, 0)
-        spread = np.einsum("...k,...k->...", apart, apart)
-    if "highest_qk" in parts:
-        if qk is None:
-            highest = maximum
-        else:
-            highest = (qk if visible is None else np.where(visible, qk, -np.inf)).max(axis=-1)
-    if "first" in parts:
-        if visible is None:
-            first, first_score = np.full(shape, offset, dtype=np.int64), scores[..., 0]
-        else:
-            nearest = np.broadcast_to(visible, scores.shape).argmax(axis=-1)
-            first_score = np.take_along_axis(scores, nearest[..., None], axis=-1)[..., 0]
-            first = np.where(count > 0, nearest + offset, NO_KEY)
-    if values is not None:
-        shares = weights if drop is None else np.where(drop, weights, 0)
-        weighted = _weigh(shares, visible, values)
-    return State(
-        maximum=maximum,
-        total=weights.sum(axis=-1),
-        count=count,
-        weighted=weighted,
-        tilt=tilt,
-        squares=squares,
-        mean=mean,
-        spread=spread,
-        highest_qk=highest,
-        first=first,
-        first_score=first_score,
-    )
-
-
-def _weigh(shares: Array, visible: NDArray[np.bool_] | None, values: Array) -> Array:
-    """Σ_j shares_j v_j, in which a NaN or infinity reaches exactly the rows that see its key."""
+def _weigh(visible: NDArray[np.bool_] | None, kept: NDArray[np.bool_] | None, values: Array, weights: Array) -> Array:
+    """Σ_j weights_j v_j over the kept keys; a NaN or infinity reaches exactly the rows that see its key."""
+    shares = weights if kept is None else np.where(kept, weights, 0)
     sound = np.isfinite(values)
     if sound.all():
         return np.matmul(shares, values)

@@ -1,0 +1,115 @@
+"""Fill the tables of the documentation that are made from the code: between <!-- table: name --> and <!-- end -->."""
+
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+from attemper import Reading
+from attemper._reading import FIELDS
+from attemper._vitals import field_table
+
+ROOT = Path(__file__).parent.parent
+
+
+def reading_table() -> str:
+    """Field and meaning, from the docstrings under the fields themselves."""
+    source = (ROOT / "src/attemper/_reading.py").read_text()
+    meanings = dict(re.findall(r'    (\w+): Array \| None = None\n    """(.*?)"""', source))
+    meanings |= {name: getattr(Reading, name).__doc__.split("\n")[0] for name in FIELDS if name not in meanings}
+    return _table(("field", "meaning"), [(f"`{name}`", meanings[name]) for name in FIELDS])
+
+
+def vitals_table() -> str:
+    return _table(
+        ("field", "meaning", "merge"), [(f"`{name}`", meaning, merge) for name, meaning, merge in field_table()]
+    )
+
+
+def torch_table() -> str:
+    """What torch's scaled_dot_product_attention does with the battery's cases, where it is not simply right."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from attemper.testing import check_operator
+
+    found = {}
+    for title, kernel in (("math", SDPBackend.MATH), ("fused", SDPBackend.FLASH_ATTENTION)):
+
+        def sdpa(*operands, kernel=kernel, **keywords):
+            with sdpa_kernel(kernel):
+                return torch.nn.functional.scaled_dot_product_attention(*operands, **keywords)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns where it finds no fused kernel
+            report = check_operator(sdpa, framework="torch", allowance=2)
+        for row in report.rows:
+            if row.status in ("wrong", "refused"):
+                found.setdefault((row.group, row.name), {}).setdefault(title, row)
+    rows = []
+    order = list(dict.fromkeys((row.group, row.name) for row in report.rows))
+    for (group, name), by_kernel in sorted(found.items(), key=lambda item: order.index(item[0])):
+        cells = []
+        for title in ("math", "fused"):
+            row = by_kernel.get(title)
+            if row is None:
+                cells.append("right")
+            elif row.status == "wrong":
+                cells.append(f"**wrong**: {row.detail}")
+            else:
+                cells.append("raises")
+        rows.append((group, name, *cells))
+    caption = (
+        f"torch {torch.__version__.partition('+')[0]} on the CPU; what is not listed is right, or not offered.\n\n"
+    )
+    return caption + _table(("group", "case", "math", "fused"), rows)
+
+
+def benchmark_table() -> str:
+    record = json.loads((ROOT / "benchmarks/results/numpy_road.json").read_text())
+    rows = [
+        (row["case"], f"{row['speed']:.2f}×", f"{row['memory_mb']:.0f} MB", f"{row['plain_memory_mb']:.0f} MB")
+        for row in record["rows"]
+    ]
+    head = (
+        "float32, one entry",
+        "speed against the plain formula with the same statistics",
+        "memory",
+        "plain formula's",
+    )
+    return f"{record['machine']}.\n\n" + _table(head, rows)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [" | ".join(cells) for cells in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+QUICK = {"reading": reading_table, "vitals": vitals_table, "benchmark": benchmark_table}
+TABLES = {**QUICK, "torch": torch_table}
+
+
+def filled(text: str, only: dict = TABLES) -> str:
+    """The text with each of its tables made anew."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[1]
+        body = only[name]() if name in only else match[2]
+        return f"<!-- table: {name} -->\n{body}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n(.*?)\n?<!-- end -->", fill, text, flags=re.DOTALL)
+
+
+def main() -> int:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = page.read_text()
+        new = filled(text)
+        if new != text:
+            page.write_text(new)
+            print(f"{page.relative_to(ROOT)} rewritten")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

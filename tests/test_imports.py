@@ -1,0 +1,76 @@
+"""Importing attemper is quick and pulls in nothing heavy, and the rooms depend on each other one way only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attemper
+
+SOURCE = Path(attemper.__file__).parent
+HEAVY = ("torch", "numba", "triton", "ml_dtypes", "scipy", "transformers", "matplotlib", "rich")
+
+# Each room, and the rooms it may import.
+ARROWS = {
+    "_errors": set(),
+    "_arrays": {"_errors"},
+    "_scale": {"_errors"},
+    "_bounds": {"_errors", "_arrays"},
+    "_dropout": set(),
+    "_problem": {"_errors", "_arrays", "_scale", "_bounds"},
+    "_state": {"_arrays"},
+    "_reading": {"_errors", "_arrays"},
+    "_vitals": {"_errors", "_arrays", "_reading"},
+    "_backends": {"_errors", "_arrays", "_problem", "_state", "_dropout"},
+    "_attend": {"_errors", "_arrays", "_problem", "_reading", "_backends"},
+    "testing": {"_errors", "_arrays", "_problem", "_reading", "_backends"},
+    "__init__": {"_attend", "_errors", "_reading", "_scale", "_vitals"},
+}
+
+
+def test_heavy_libraries_stay_out():
+    code = f"""
+import sys
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {HEAVY}:
+            raise AssertionError(name + " was imported")
+sys.meta_path.insert(0, Forbid())
+import numpy as np, attemper
+x = np.ones((2, 3, 4), dtype=np.float32)
+attemper.attend(x, x, x), attemper.read(x, x), attemper.trace(x, x, x)
+attemper.Vitals.of(attemper.read(x, x)).to_scalars()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_import_adds_little_to_numpy():
+    # Counted in modules, not seconds: a clock on a busy machine proves nothing.
+    code = "import sys, numpy; before = set(sys.modules); import attemper; print(len(set(sys.modules) - before))"
+    added = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert added < 60
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_arrows_point_one_way(path):
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    room = parts[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            target = (*parts[: len(parts) - node.level], *(node.module or "").split("."))
+            found.add(next(part for part in target if part))
+            assert not (room == "_backends" and len(target) > 1 and target[0] == "_backends"), (
+                "one backend imports another"
+            )
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            assert not any(name.partition(".")[0] == "attemper" for name in names), "absolute import of ourselves"
+    assert found - {room} <= ARROWS[room]
+
+
+def test_public_names_are_sorted_and_there():
+    assert attemper.__all__ == sorted(attemper.__all__)
+    assert all(hasattr(attemper, name) for name in attemper.__all__)

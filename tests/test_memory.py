@@ -1,0 +1,47 @@
+"""Memory grows with queries + keys: 65,536 × 65,536 in one head stays under 300 MB above what was there before.
+
+The whole square takes half a minute, so it is covered by two runs: all 65,536 queries with a window of 1,024 keys,
+and 256 queries that each see up to all 65,536 keys.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+MEASURE = r"""
+import re, sys
+import numpy as np, attemper
+# The high-water mark of this process alone; getrusage's would start with that of the one that started it.
+peak = lambda: int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) / 1024
+n = 65536
+k, v = np.random.default_rng(0).standard_normal((2, 1, n, 64), dtype=np.float32)
+before = peak()
+case = sys.argv[1]
+if case == "window":
+    output, reading = attemper.attend(k, k, v, is_causal=True, window=(1024, None))
+    assert int(reading.visible_keys.sum()) == 1025 * n - 1024 * 1025 // 2
+elif case == "long rows":
+    output, reading = attemper.attend(k[:, -256:], k, v, is_causal=True, query_offset="bottom-right")
+    assert int(reading.visible_keys.max()) == n and int(reading.visible_keys.min()) == n - 255
+else:
+    np.ones((1536, n), dtype=np.float32)  # the matrix of 1,536 queries: what must not be built
+assert case == "matrix" or np.isfinite(output).all()
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("case", "limit"), [("window", 300), ("long rows", 300)])
+def test_memory_is_linear(case, limit):
+    assert _megabytes(case) < limit
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_measurement_sees_a_matrix():
+    assert _megabytes("matrix") > 300
+
+
+def _megabytes(case):
+    run = subprocess.run([sys.executable, "-c", MEASURE, case], check=True, capture_output=True, text=True)
+    return float(run.stdout)
