@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 def reading_table() -> str:
     """Field and meaning, from the docstrings under the fields themselves."""
     source = (ROOT / "src/attemper/_reading.py").read_text()
-    meanings = dict(re.findall(r'    (\w+): Array \| None = None\n    """(.*?)"""', source))
+    meanings = dict(re.findall(r'    (\w+): Array \| None = (?:None|_After\w+\(\d\))\n    """(.*?)"""', source))
     meanings |= {name: getattr(Reading, name).__doc__.split("\n")[0] for name in FIELDS if name not in meanings}
     return _table(("field", "meaning"), [(f"`{name}`", meanings[name]) for name in FIELDS])
 

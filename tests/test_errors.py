@@ -530,15 +530,18 @@ CASES = [
         attn_mask and is_causal were both given.
           Put the causal part into attn_mask, or call attemper.attend, which combines them.
         """),
-    # The three to change when the torch road lands: then tensors find a backend, and only a named one refuses them.
-    ("torch-auto", lambda: attemper.attend(*(torch.zeros(5, 8),) * 3), *BACKEND, """
-        No backend takes torch operands.
-          numpy: it computes on NumPy arrays. Pass NumPy arrays: q.numpy().
-        """),
     ("torch-named", lambda: attemper.attend(*(torch.zeros(5, 8),) * 3, backend="numpy"), *BACKEND,
      "backend 'numpy' cannot take this call: it computes on NumPy arrays." + AUTO),
-    ("torch-trace", lambda: attemper.trace(*(torch.zeros(5, 8),) * 3), *BACKEND,
-     "trace cannot take these operands: it computes on NumPy arrays.\n  Pass NumPy arrays: q.numpy()."),
+    ("numpy-named", lambda: attemper.attend(*QKV, backend="torch"), *BACKEND,
+     "backend 'torch' cannot take this call: it computes on torch tensors." + AUTO),
+    ("torch-lengths", lambda: attemper.attend(*(torch.zeros(1, 1, 5, 8),) * 3, key_lengths=torch.ones(1)), *OPTION,
+     "key_lengths has dtype float32.\n  Pass whole numbers."),
+    ("torch-lengths-bool", lambda: attemper.attend(*(torch.zeros(1, 1, 5, 8),) * 3, key_lengths=torch.tensor([True])),
+     *OPTION, "key_lengths has dtype bool.\n  Pass whole numbers."),
+    ("torch-lengths-long", lambda: attemper.attend(*(torch.zeros(1, 1, 5, 8),) * 3, key_lengths=torch.tensor([6])),
+     *OPTION, "key_lengths contains 6.\n  A length lies between 0 and the number of keys, 5."),
+    ("torch-starts", lambda: attemper.attend(*(torch.zeros(1, 5, 8),) * 3, cu_seqlens=torch.tensor([0, 4])),
+     *OPTION, "cu_seqlens is [0, 4].\n  Starts rise from 0 to the number of queries, 5."),
     ("sinks-infinite", lambda: attemper.attend(*QKV, sinks=np.full(4, np.inf)), *OPTION,
      "sinks contains NaN or infinity.\n  Pass finite logits, or −inf for no sink."),
     # Vitals
@@ -604,7 +607,7 @@ def test_text_for_what_does_not_fit(call):
 
 
 def test_every_raise_has_a_case():
-    rooms = ("_arrays", "_attend", "_bounds", "_problem", "_reading", "_scale", "_vitals", "_backends/reference")
+    rooms = ("_arrays", "_attend", "_bounds", "_problem", "_reading", "_scale", "_vitals", "_memory")
     there = set()
     for path in (Path(attemper.__file__).parent / f"{room}.py" for room in rooms):
         raises = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise))

@@ -363,7 +363,7 @@ def test_bounds_lie_among_the_keys(batch, queries, keys, data):
     # Kernels index by them, so an empty interval must lie inside too.
     chosen = data.draw(positions(batch, keys, kinds=("causal", "window", "lengths", "all")))
     everything = {"is_causal": False, "query_offset": 0, "window": None, "key_lengths": None, "cu_seqlens": None}
-    bounds = key_bounds(batch, queries, keys, **{**everything, **chosen})
+    bounds = key_bounds(np, batch, queries, keys, **{**everything, **chosen})
     seen = by_position(batch, queries, keys, **chosen)[..., 0, :, :]
     if bounds is None:
         assert seen.all()

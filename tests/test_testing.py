@@ -12,12 +12,15 @@ from attemper import FrameworkError, OptionError, attend
 from attemper.testing import KINDS, assert_within_budget, check_operator, compare, make_inputs
 
 
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
-def test_backend_passes_the_battery(backend):
-    report = check_operator(functools.partial(attend, backend=backend), backend=backend)
+@pytest.mark.parametrize(
+    ("framework", "backend"),
+    [("numpy", "numpy"), ("numpy", "reference"), ("torch", "torch"), ("torch", "reference")],
+)
+def test_backend_passes_the_battery(framework, backend):
+    report = check_operator(functools.partial(attend, backend=backend), framework=framework, backend=backend)
     assert report.ok, str(report)
     assert len(report.rows) > 400
-    assert report.framework == "numpy"
+    assert report.framework == framework
 
 
 def naive(q, k, v, attn_mask=None, is_causal=False, scale=None):

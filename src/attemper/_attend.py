@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -14,11 +14,11 @@ from ._errors import BackendError, OptionError, explain, unknown
 from ._problem import Problem, flag, pose
 from ._reading import Reading, choose
 
-BACKENDS = ("reference", "numpy")
+BACKENDS = ("reference", "numpy", "torch")
 """Every backend, by the name of its module."""
 
-AUTO = ("numpy",)
-"""What `backend="auto"` tries, best first."""
+AUTO = {"numpy": "numpy", "torch": "torch"}
+"""What `backend="auto"` takes for the arrays of a framework."""
 
 ScaleRule: TypeAlias = Literal["sqrt_dk", "unscaled", "dk"]
 Scale: TypeAlias = float | Array | ScaleRule | None
@@ -123,7 +123,7 @@ def attend(
     ((8, 128, 64), (8, 128), 'numpy')
     """
     problem = pose(
-        *_given(q=q, k=k, v=v),
+        **_given(q=q, k=k, v=v),
         attn_mask=attn_mask,
         is_causal=is_causal,
         query_offset=query_offset,
@@ -171,9 +171,8 @@ def read(
     True
     """
     problem = pose(
-        q,
-        k,
-        None,
+        **_given(q=q, k=k),
+        v=None,
         attn_mask=attn_mask,
         is_causal=is_causal,
         query_offset=query_offset,
@@ -255,7 +254,7 @@ def trace(
     ([[1.0, 0.0], [0.0, 1.0]], [[0.731, 0.269], [0.269, 0.731]])
     """
     problem = pose(
-        *_given(q=q, k=k, v=v),
+        **_given(q=q, k=k, v=v),
         attn_mask=attn_mask,
         is_causal=is_causal,
         query_offset=query_offset,
@@ -269,16 +268,15 @@ def trace(
         seed=seed,
         enable_gqa=enable_gqa,
     )
-    module = _backend("reference")
-    if module.unsupported(problem) is not None:
-        headline = f"trace cannot take these operands: {module.unsupported(problem)}."
-        raise BackendError(explain(headline, "Pass NumPy arrays: q.numpy()."))
-    steps = module.matrices(problem)
-    wide = np.float64 if dtype_name(problem.q) == "float64" else np.float32
+    steps = _backend("reference", problem.framework).matrices(problem)
+    wide: Any = np.float64 if dtype_name(problem.q) == "float64" else np.float32
 
     def shaped(x: Array, dtype: Any) -> Array:
-        with np.errstate(over="ignore"):
-            x = x.astype(dtype)
+        if problem.framework == "numpy":
+            with np.errstate(over="ignore"):
+                x = x.astype(dtype)
+        elif dtype is not wide:
+            x = x.to(dtype)
         return x[..., 0, :, :] if problem.one_head else x
 
     return Trace(
@@ -291,11 +289,21 @@ def trace(
     )
 
 
-def _given(**operands: Array) -> list[Array]:
+def _given(**operands: Array) -> dict[str, Array]:
+    """The operands, as autocast would have them."""
     # v=None means "statistics only" further down, so it must not slip through here.
     for name, array in operands.items():
         require_array(name, array)
-    return list(operands.values())
+    torch = sys.modules.get("torch")
+    q = operands["q"]
+    if torch is None or not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return operands
+    # As torch's own attention does: narrow what is floating, leave float64 alone.
+    dtype = torch.get_autocast_dtype(q.device.type)
+    return {
+        name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for name, x in operands.items()
+    }
 
 
 def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> tuple[Array, Reading]:
@@ -304,33 +312,41 @@ def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> 
         fix = "Pass torch tensors, or leave differentiable=False."
         raise OptionError(explain("differentiable=True, but NumPy arrays carry no gradients.", fix))
     name, module = _pick(problem, backend)
-    output, fields = module.run(problem, wanted)
+    output, fields = module.run(problem, wanted, **({"differentiable": True} if differentiable else {}))
+    rows = (*problem.batch, problem.heads, problem.queries)
     if problem.one_head:
         output = None if output is None else output[..., 0, :, :]
-        fields = {field: value[..., 0, :] for field, value in fields.items()}
-    return output, Reading(backend=name, **fields)
+        fields = {field: value if field == "gradients" else value[..., 0, :] for field, value in fields.items()}
+        rows = rows[1:]
+    return output, Reading(backend=name, rows=rows, **fields)
 
 
 def _pick(problem: Problem, backend: str) -> tuple[str, Any]:
     if not (isinstance(backend, str) and backend in ("auto", *BACKENDS)):
         raise unknown("backend", backend, ("auto", *BACKENDS))
-    if backend != "auto":
-        module = _backend(backend)
-        reason = module.unsupported(problem)
-        if reason is not None:
-            fix = "Pass backend='auto' to let the operands choose."
-            raise BackendError(explain(f"backend {backend!r} cannot take this call: {reason}.", fix))
-        return backend, module
-    reasons = []
-    for name in AUTO:
-        module = _backend(name)
-        reason = module.unsupported(problem)
-        if reason is None:
-            return name, module
-        reasons.append(f"{name}: {reason}")
-    headline = f"No backend takes {problem.framework} operands."
-    raise BackendError(explain(headline, "; ".join(reasons) + ". Pass NumPy arrays: q.numpy()."))
+    name = AUTO[problem.framework] if backend == "auto" else backend
+    module = _backend(name, problem.framework)
+    reason = module.unsupported(problem)
+    if reason is not None:
+        fix = "Pass backend='auto' to let the operands choose."
+        raise BackendError(explain(f"backend {name!r} cannot take this call: {reason}.", fix))
+    return name, module
 
 
-def _backend(name: str) -> Any:
-    return import_module(f"._backends.{name}", __package__)
+def _backend(name: str, framework: str) -> Any:
+    """The module of a backend, imported when it is used and by its name, which a compiler can follow."""
+    if name == "torch":
+        from ._backends import torch
+
+        return torch
+    if name == "numpy":
+        from ._backends import numpy
+
+        return numpy
+    if framework == "torch":
+        from ._backends import torch_reference
+
+        return torch_reference
+    from ._backends import reference
+
+    return reference

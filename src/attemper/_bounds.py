@@ -8,37 +8,37 @@ comes on top.
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ._arrays import Array, dtype_name, framework_of, to_numpy
 from ._errors import OptionError, ShapeError, brief, explain
-
-Integers = NDArray[np.int64]
 
 FARTHEST = 2**61
 """The largest position, so that no sum of a position, a window's side and a length leaves int64."""
 
 
 class Bounds(NamedTuple):
-    """The keys that each query may see: `first ≤ key < stop`, shape (*batch, queries)."""
+    """The keys that each query may see: `first ≤ key < stop`, shape (queries,) or (*batch, queries)."""
 
-    first: Integers
-    stop: Integers
+    first: Array
+    stop: Array
 
 
 class Segments(NamedTuple):
     """For each query of a packed batch: where its sequence starts and how long it is."""
 
-    query_start: Integers
-    query_length: Integers
-    key_start: Integers
-    key_length: Integers
+    query_start: Array | int
+    query_length: Array | int
+    key_start: Array | int
+    key_length: Array | int
 
 
 def key_bounds(
+    xp: Any,
     batch: tuple[int, ...],
     queries: int,
     keys: int,
@@ -49,35 +49,38 @@ def key_bounds(
     key_lengths: object,
     cu_seqlens: object,
 ) -> Bounds | None:
-    """Intersect all masks that follow from positions; None when every query sees every key."""
+    """Intersect all masks that follow from positions; None when every query sees every key.
+
+    Works in numpy or torch, as `xp` says; where nothing but numbers was given, on the host.
+    """
     left, right = _window(window)
     if is_causal:
         right = 0 if right is None else min(right, 0)
-    lengths = _key_lengths(key_lengths, batch, keys)
-    packed = _segments(cu_seqlens, queries, keys)
+    lengths = _key_lengths(xp, key_lengths, batch, keys)
+    packed = _segments(xp, cu_seqlens, queries, keys)
     if lengths is not None and packed is not None:
         fix = "Give each packed sequence its length in cu_seqlens=(query_starts, key_starts)."
         raise OptionError(explain("key_lengths and cu_seqlens were both given.", fix))
-    offset = _offset(query_offset, batch)
+    offset = _offset(xp, query_offset, batch)
     if left is None and right is None and lengths is None and packed is None:
         return None
 
-    rows = np.arange(queries)
     if packed is None:
         # (*batch, 1), against rows of shape (queries,)
-        length = np.asarray(keys) if lengths is None else lengths[..., None]
-        nowhere = np.zeros((), dtype=np.int64)
-        packed = Segments(nowhere, np.asarray(queries), nowhere, length)
+        packed = Segments(0, queries, 0, keys if lengths is None else lengths[..., None])
     start, query_length, key_start, key_length = packed
-    offset_of_row = key_length - query_length if offset is None else offset[..., None]
-    position = rows - start + offset_of_row
-    first = np.zeros_like(position) if left is None else np.maximum(position - left, 0)
-    stop = key_length if right is None else np.minimum(position + right + 1, key_length)
+    if offset is None:
+        offset = key_length - query_length
+    elif not isinstance(offset, int):
+        offset = offset[..., None]
+    here = next((x for x in (key_length, offset, start) if not isinstance(x, int)), None)
+    rows = xp.arange(queries) if here is None or xp is np else xp.arange(queries, device=here.device)
+    position = rows - start + offset
+    first = position * 0 if left is None else xp.clip(position - left, 0, None)
+    stop = position * 0 + key_length if right is None else xp.clip(position + right + 1, None, key_length)
     # A query before the first or past the last key sees nothing: an empty interval inside [0, keys].
-    first = np.minimum(first, key_length) + key_start
-    stop = np.maximum(stop + key_start, first)
-    shape = (*batch, queries)
-    return Bounds(np.broadcast_to(first, shape), np.broadcast_to(stop, shape))
+    first = xp.clip(first, None, key_length) + key_start
+    return Bounds(first, xp.maximum(stop + key_start, first))
 
 
 def _window(window: object) -> tuple[int | None, int | None]:
@@ -102,7 +105,12 @@ def _window(window: object) -> tuple[int | None, int | None]:
     return sides[0], sides[1]
 
 
-def _whole_numbers(name: str, value: object) -> Integers:
+def _whole_numbers(xp: Any, name: str, value: object) -> Array:
+    """An int64 array of the framework of the operands; values are looked at only where that costs nothing."""
+    if xp is not np and framework_of(value) == "torch":
+        if value.dtype.is_floating_point or value.dtype.is_complex or str(value.dtype) == "torch.bool":  # type: ignore[attr-defined]
+            raise OptionError(explain(f"{name} has dtype {dtype_name(value)}.", "Pass whole numbers."))
+        return value.to(xp.int64)  # type: ignore[attr-defined]
     array = None
     # Lists of different lengths and tensors that are not in memory make no array; a masked one would lose its mask.
     with suppress(TypeError, ValueError, RuntimeError):
@@ -115,32 +123,43 @@ def _whole_numbers(name: str, value: object) -> Integers:
     for extreme in (array.min(initial=0), array.max(initial=0)):
         if abs(int(extreme)) > FARTHEST:
             raise OptionError(explain(f"{name} contains {extreme}.", "Pass numbers between −2⁶¹ and 2⁶¹."))
-    return np.asarray(array, dtype=np.int64)
+    array = np.asarray(array, dtype=np.int64)
+    return array if xp is np else xp.from_numpy(array.copy())
 
 
-def _per_batch(name: str, value: object, batch: tuple[int, ...]) -> Integers:
-    array = _whole_numbers(name, value)
-    if array.ndim > len(batch) or any(
-        n not in (1, size) for n, size in zip(array.shape[::-1], batch[::-1], strict=False)
-    ):
-        shape = f"shape {batch}, or a single number" if batch else "there are no batch axes, so a single number"
-        fix = f"It holds one number per batch entry: {shape}."
-        raise ShapeError(explain(f"{name} has shape {array.shape}.", fix))
-    return np.broadcast_to(array, batch)
+def _per_batch(xp: Any, name: str, value: object, batch: tuple[int, ...]) -> Array:
+    array = _whole_numbers(xp, name, value)
+    shape = tuple(array.shape)
+    if len(shape) > len(batch) or any(n not in (1, size) for n, size in zip(shape[::-1], batch[::-1], strict=False)):
+        wanted = f"shape {tuple(batch)}, or a single number" if batch else "there are no batch axes, so a single number"
+        fix = f"It holds one number per batch entry: {wanted}."
+        raise ShapeError(explain(f"{name} has shape {shape}.", fix))
+    return xp.broadcast_to(array, tuple(batch))
 
 
-def _key_lengths(value: object, batch: tuple[int, ...], keys: int) -> Integers | None:
+def _can_look(array: Array) -> bool:
+    """Values are checked where they are at hand: not on another device, nor in a graph that is being traced."""
+    if isinstance(array, np.ndarray):
+        return True
+    import torch
+
+    return bool(array.device.type == "cpu" and not torch.compiler.is_compiling())
+
+
+def _key_lengths(xp: Any, value: object, batch: tuple[int, ...], keys: int) -> Array | None:
     if value is None:
         return None
-    lengths = _per_batch("key_lengths", value, batch)
-    if lengths.size and (lengths.min() < 0 or lengths.max() > keys):
-        worst = lengths.min() if lengths.min() < 0 else lengths.max()
+    lengths = _per_batch(xp, "key_lengths", value, batch)
+    if not _can_look(lengths):
+        return xp.clip(lengths, 0, keys)
+    if math.prod(lengths.shape) and (lengths.min() < 0 or lengths.max() > keys):
+        worst = int(lengths.min() if lengths.min() < 0 else lengths.max())
         fix = f"A length lies between 0 and the number of keys, {keys}."
         raise OptionError(explain(f"key_lengths contains {worst}.", fix))
     return lengths
 
 
-def _offset(value: object, batch: tuple[int, ...]) -> Integers | None:
+def _offset(xp: Any, value: object, batch: tuple[int, ...]) -> Array | int | None:
     """Positions of the first query; None stands for bottom-right."""
     if isinstance(value, str):
         if value != "bottom-right":
@@ -150,10 +169,12 @@ def _offset(value: object, batch: tuple[int, ...]) -> Integers | None:
     if isinstance(value, (bool, float)) or value is None:
         fix = "Pass a whole number, one per batch entry, or 'bottom-right'."
         raise OptionError(explain(f"query_offset is {brief(value)}.", fix))
-    return _per_batch("query_offset", value, batch)
+    if isinstance(value, int) and -FARTHEST <= value <= FARTHEST:
+        return value
+    return _per_batch(xp, "query_offset", value, batch)
 
 
-def _segments(value: object, queries: int, keys: int) -> Segments | None:
+def _segments(xp: Any, value: object, queries: int, keys: int) -> Segments | None:
     if value is None:
         return None
     query_side = key_side = value
@@ -162,22 +183,26 @@ def _segments(value: object, queries: int, keys: int) -> Segments | None:
     if isinstance(value, (tuple, list)) and len(value) == 2 and _holds_several(value[0]):
         query_side, key_side = value
         names = ("cu_seqlens[0]", "cu_seqlens[1]")
-    query_starts = _starts(names[0], query_side, queries, "queries")
+    query_starts = _starts(xp, names[0], query_side, queries, "queries")
     if key_side is query_side and queries != keys:
         fix = "Pass a pair: cu_seqlens=(query_starts, key_starts)."
         raise ShapeError(explain(f"cu_seqlens is one array for {queries} queries and {keys} keys.", fix))
-    key_starts = _starts(names[1], key_side, keys, "keys")
+    key_starts = _starts(xp, names[1], key_side, keys, "keys")
     if len(query_starts) != len(key_starts):
         fix = "Both sides describe the same sequences: pass as many starts for the keys as for the queries."
         counts = f"{len(query_starts) - 1} sequences of queries, but {len(key_starts) - 1} of keys"
         raise ShapeError(explain(f"cu_seqlens has {counts}.", fix))
-    query_lengths, key_lengths = np.diff(query_starts), np.diff(key_starts)
-    per_query = np.repeat(np.arange(len(query_lengths)), query_lengths)
+    if xp is np:
+        per_query = np.searchsorted(query_starts[1:], np.arange(queries), side="right")
+    else:
+        rows = xp.arange(queries, device=query_starts.device)
+        per_query = xp.searchsorted(query_starts[1:].contiguous(), rows, right=True)
+    ends = per_query + 1
     return Segments(
         query_starts[per_query],
-        query_lengths[per_query],
+        query_starts[ends] - query_starts[per_query],
         key_starts[per_query],
-        key_lengths[per_query],
+        key_starts[ends] - key_starts[per_query],
     )
 
 
@@ -185,13 +210,13 @@ def _holds_several(value: object) -> bool:
     return isinstance(value, (tuple, list)) or len(getattr(value, "shape", ())) > 0
 
 
-def _starts(name: str, value: object, total: int, axis: str) -> Integers:
-    starts = _whole_numbers(name, value)
+def _starts(xp: Any, name: str, value: object, total: int, axis: str) -> Array:
+    starts = _whole_numbers(xp, name, value)
     if starts.ndim != 1 or len(starts) < 1:
         fix = "Pass the starts of the packed sequences and the end: [0, 3, 8] packs 3 and 5."
-        raise ShapeError(explain(f"{name} has shape {starts.shape}.", fix))
-    if starts[0] != 0 or starts[-1] != total or (np.diff(starts) < 0).any():
-        shown = np.array2string(starts, separator=", ", threshold=8)
+        raise ShapeError(explain(f"{name} has shape {tuple(starts.shape)}.", fix))
+    if _can_look(starts) and (starts[0] != 0 or starts[-1] != total or (starts[1:] < starts[:-1]).any()):
+        shown = np.array2string(to_numpy(starts), separator=", ", threshold=8)
         fix = f"Starts rise from 0 to the number of {axis}, {total}."
         raise OptionError(explain(f"{name} is {shown}.", fix))
     return starts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +35,13 @@ class Problem:
     q: Array  # (*batch, heads, queries, head_dim)
     k: Array  # (*batch, kv_heads, keys, head_dim)
     v: Array | None  # (*batch, kv_heads, keys, value_dim); None when only statistics are wanted
-    mask: Array | None  # bool, or floating and added; (*batch, heads, queries, keys)
+    mask: Array | None  # bool, or floating and added; (*batch, heads, queries, keys), where an axis may be 1
     bounds: Bounds | None  # the keys each query may see by position
-    scale: float | Array  # one number, or shape (heads,)
+    scale: float | Array  # one number (in torch perhaps a tensor), or shape (heads,)
     softcap: float | None
     sinks: Array | None  # shape (heads,)
     dropout_p: float
-    seed: int
+    seed: int | Array
     one_head: bool  # rank-2 operands: the result has no heads axis either
     framework: str
 
@@ -50,11 +51,11 @@ class Problem:
 
     @property
     def heads(self) -> int:
-        return int(self.q.shape[-3])
+        return self.q.shape[-3]  # type: ignore[no-any-return]
 
     @property
     def kv_heads(self) -> int:
-        return int(self.k.shape[-3])
+        return self.k.shape[-3]  # type: ignore[no-any-return]
 
     @property
     def group(self) -> int:
@@ -63,19 +64,19 @@ class Problem:
 
     @property
     def queries(self) -> int:
-        return int(self.q.shape[-2])
+        return self.q.shape[-2]  # type: ignore[no-any-return]
 
     @property
     def keys(self) -> int:
-        return int(self.k.shape[-2])
+        return self.k.shape[-2]  # type: ignore[no-any-return]
 
     @property
     def head_dim(self) -> int:
-        return int(self.q.shape[-1])
+        return self.q.shape[-1]  # type: ignore[no-any-return]
 
     @property
     def value_dim(self) -> int | None:
-        return None if self.v is None else int(self.v.shape[-1])
+        return None if self.v is None else self.v.shape[-1]
 
 
 def pose(
@@ -110,13 +111,14 @@ def pose(
         return array if tuple(array.shape) == shape else _broadcast_to(array, shape)
 
     q4, k4 = spread("q", heads), spread("k", kv_heads)
-    queries, keys = int(q4.shape[-2]), int(k4.shape[-2])
+    queries, keys = q4.shape[-2], k4.shape[-2]
     return Problem(
         q=q4,
         k=k4,
         v=None if v is None else spread("v", kv_heads),
         mask=_mask(attn_mask, (*batch, heads, queries, keys), operands),
         bounds=key_bounds(
+            np if framework == "numpy" else sys.modules["torch"],
             batch,
             queries,
             keys,
@@ -126,11 +128,11 @@ def pose(
             key_lengths=key_lengths,
             cu_seqlens=cu_seqlens,
         ),
-        scale=_scale(scale, int(q4.shape[-1]), heads, operands),
+        scale=_scale(scale, q4.shape[-1], heads, operands),
         softcap=_softcap(softcap, dtype_name(q)),
         sinks=_per_head("sinks", sinks, heads, operands),
         dropout_p=_dropout_p(dropout_p),
-        seed=_seed(seed, dropout_p),
+        seed=_seed(seed, dropout_p, framework),
         one_head=one_head,
         framework=framework,
     )
@@ -204,15 +206,15 @@ def _broadcast_axes(
     """The common batch shape, the query heads and the key heads."""
     batch = aligned["q"].shape[:-3]
     for i, name in enumerate(operands):
-        try:
-            batch = np.broadcast_shapes(tuple(batch), tuple(aligned[name].shape[:-3]))
-        except ValueError:
+        own = aligned[name].shape[:-3]
+        if any(a != b and a != 1 and b != 1 for a, b in zip(own, batch, strict=True)):
             others = "q has" if i == 1 else "q and k have"
-            headline = f"{name} has batch {_axes(aligned[name].shape[:-3])}, but {others} batch {_axes(batch)}."
+            headline = f"{name} has batch {_axes(own)}, but {others} batch {_axes(batch)}."
             fix = "Batch axes must be equal or 1."
-            raise ShapeError(explain(headline, fix, _shown(operands))) from None
-    q_heads, k_heads = int(aligned["q"].shape[-3]), int(aligned["k"].shape[-3])
-    v_heads = int(aligned["v"].shape[-3]) if "v" in aligned else k_heads
+            raise ShapeError(explain(headline, fix, _shown(operands)))
+        batch = tuple(b if a == 1 else a for a, b in zip(own, batch, strict=True))
+    q_heads, k_heads = aligned["q"].shape[-3], aligned["k"].shape[-3]
+    v_heads = aligned["v"].shape[-3] if "v" in aligned else k_heads
     if k_heads != v_heads and 1 not in (k_heads, v_heads):
         headline = f"v has {v_heads} heads, but k has {k_heads} heads."
         fix = "Each key head needs one value head: give k and v the same number of heads."
@@ -250,13 +252,14 @@ def _mask(mask: Array | None, shape: tuple[int, ...], operands: dict[str, Array]
     if kind != "bool" and kind not in FLOATING:
         fix = "Pass bool (True = attend) or floating values that are added to the scores."
         raise DtypeError(explain(f"attn_mask has dtype {kind}.", fix, shown))
-    own = tuple(int(n) for n in mask.shape)
-    fits = len(own) <= len(shape) and all(n in (1, size) for n, size in zip(own[::-1], shape[::-1], strict=False))
-    if not fits:
+    own = tuple(mask.shape)
+    pairs = zip(own[::-1], shape[::-1], strict=False)
+    if len(own) > len(shape) or any(n != 1 and n != size for n, size in pairs):
         headline = f"attn_mask has shape {own}, which does not broadcast to {shape}."
         fix = "A mask covers (*batch, heads, queries, keys); axes may be 1 or missing on the left."
         raise ShapeError(explain(headline, fix, shown))
-    return _broadcast_to(mask, shape)
+    plain = np.asarray(mask) if isinstance(mask, np.ndarray) else mask
+    return plain[(None,) * (len(shape) - len(own))]
 
 
 def _scale(scale: object, head_dim: int, heads: int, operands: dict[str, Array]) -> float | Array:
@@ -273,6 +276,10 @@ def _scale(scale: object, head_dim: int, heads: int, operands: dict[str, Array])
         return scale_for(scale, head_dim) if head_dim else 1.0
     if isinstance(scale, (list, tuple)) or (framework_of(scale) and len(scale.shape) > 0):  # type: ignore[attr-defined]
         return _per_head("scale", scale, heads, operands)
+    if framework_of(scale) == "torch" and framework_of(operands["q"]) == "torch":
+        # A learned scale: it must stay in the graph.
+        require_floating("scale", scale)
+        return scale
     number = _number(scale)
     if number is None:
         fix = "Pass a number, one number per head, or one of " + ", ".join(map(repr, ATTEND_RULES)) + "."
@@ -307,6 +314,8 @@ def _per_head(name: str, value: object, heads: int, operands: dict[str, Array]) 
         if array.dtype.kind not in "iuf" and array.dtype.name not in FLOATING:
             raise OptionError(explain(f"{name} is {brief(value)}.", fix))
         array = array.astype(np.float64)
+        if framework_of(operands["q"]) == "torch":
+            array = sys.modules["torch"].from_numpy(array).to(operands["q"].device)
     else:
         _one_framework({"q": operands["q"], name: value})
     if tuple(array.shape) != (heads,):
@@ -339,7 +348,11 @@ def _dropout_p(dropout_p: Any) -> float:
     return number
 
 
-def _seed(seed: int | None, dropout_p: float) -> int:
+def _seed(seed: int | None, dropout_p: float, framework: str) -> int | Array:
+    if seed is None and framework == "torch":
+        # From torch's generator on the host, as a tensor: a number would be baked into a compiled graph.
+        torch = sys.modules["torch"]
+        return torch.randint(-(2**63), 2**63 - 1, ()) if dropout_p else 0
     if seed is None:
         # NumPy's global generator, so that np.random.seed makes a run repeatable, as torch.manual_seed does there.
         return int(np.random.randint(0, 2**63, dtype=np.int64)) if dropout_p else 0  # noqa: NPY002

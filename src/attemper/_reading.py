@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +12,31 @@ from ._arrays import Array, device_name, to_numpy
 from ._errors import OptionError, brief, explain, unknown
 
 SCHEMA = "attemper.reading/1"
+
+
+class _AfterBackward:
+    """A field that a backward pass fills: as given, or found in the tensor in which the backward pass leaves it."""
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, reading: Reading | None, owner: type) -> Array | None:
+        if reading is None:
+            return None  # the default of the dataclass field
+        given = reading.__dict__.get(self.name)
+        waiting = reading.gradients
+        if given is not None or waiting is None or sys.modules["torch"].compiler.is_compiling():
+            return given
+        # The first number says whether the backward pass was here; axes in front are those of vmap.
+        lead = waiting.shape[:-1]
+        numbers = waiting[..., 1:].reshape(*lead, 2, *reading.rows)
+        return numbers.select(len(lead), self.place) if waiting[..., 0].any() else None
+
+    def __set__(self, reading: Reading, value: Array | None) -> None:
+        reading.__dict__[self.name] = value
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -54,10 +80,14 @@ class Reading:
     """The Euclidean norm of the output row; None from `read`, which has no values."""
     nonfinite: Array | None = None
     """1 where a visible score or the output is not finite, else 0."""
-    gradient_flow: Array | None = None
+    gradient_flow: Array | None = _AfterBackward(0)
     """Var_p[dP] / Var[dP]: the share of the upstream gradient that passes the softmax. After a backward pass."""
-    pressure: Array | None = None
+    pressure: Array | None = _AfterBackward(1)
     """The gradient of the loss to the log of the scale. After a backward pass."""
+    gradients: Array | None = None
+    """Where a torch backward pass leaves those two; read them instead."""
+    rows: tuple[int, ...] = ()
+    """(*batch, heads, queries), for `gradients`."""
 
     @property
     def normalized_entropy(self) -> Array | None:
@@ -115,8 +145,14 @@ class Reading:
         return "\n".join(lines + [f"  {name:<18}  {summary(to_numpy(getattr(self, name)))}" for name in measured])
 
 
-MEASURED = tuple(field.name for field in fields(Reading) if field.name != "backend")
+MEASURED = tuple(field.name for field in fields(Reading) if field.name not in ("backend", "gradients", "rows"))
 """The fields a backend fills, in order."""
+
+AFTER_BACKWARD = ("gradient_flow", "pressure")
+"""The fields that a backward pass fills."""
+
+LEAVES = (*(f"_{name}" if name in AFTER_BACKWARD else name for name in MEASURED), "gradients")
+"""What a Reading keeps of arrays, by the names in its __dict__."""
 
 DERIVED = {
     "normalized_entropy": ("entropy", "visible_keys"),
@@ -124,8 +160,6 @@ DERIVED = {
     "flow": ("collision",),
 }
 """The fields a Reading works out when asked, and what from."""
-
-AFTER_BACKWARD = ("gradient_flow", "pressure")
 
 FIELDS = (*MEASURED, *DERIVED)
 
@@ -175,8 +209,9 @@ def from_plain(values: Any, dtype: Any = np.float64) -> Any:
     def number(value: Any) -> Any:
         if isinstance(value, list):
             return [number(v) for v in value]
-        return float("nan") if value is None else float(value) if isinstance(value, str) else value
+        return float("nan") if value is None else value
 
+    # NumPy reads "inf" and "-inf" itself.
     return np.asarray(number(values), dtype=dtype)
 
 

@@ -201,7 +201,7 @@ class Vitals:
                 here, there = self.weights["pressure"], other.weights["pressure"]
                 both = (here > 0) & (there > 0)
                 delta = np.where(both, other.pressure - self.pressure, 0)
-                share = np.where(both, here * there / np.maximum(here + there, 1), 0)
+                share = here * there / np.maximum(here + there, 1)
                 values[name] = one + two + delta**2 * share
         return Vitals(site=self.site, calls=self.calls + other.calls, weights=weights, **values)
 

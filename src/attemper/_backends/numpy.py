@@ -94,15 +94,17 @@ def _slabs(problem: Problem) -> Iterator[tuple[Index, _Operands]]:
     while cut and math.prod(leading[cut - 1 :]) * tile <= TILE_SCORES:
         cut -= 1
     rank = len(problem.batch)
-    rows = np.arange(math.prod((*problem.batch, problem.heads, problem.queries)))
-    rows = rows.reshape(*problem.batch, problem.heads, problem.queries)
+    shape = (*problem.batch, problem.heads, problem.queries)
+    rows = np.arange(math.prod(shape)).reshape(shape)
     whole = _Operands(
         q=_grouped(problem.q, problem, -3),
         k=problem.k[..., None, :, :],
         v=None if problem.v is None else problem.v[..., None, :, :],
-        mask=None if problem.mask is None else _grouped(problem.mask, problem, -3),
-        first=None if problem.bounds is None else problem.bounds.first[..., None, None, :],
-        stop=None if problem.bounds is None else problem.bounds.stop[..., None, None, :],
+        mask=None
+        if problem.mask is None
+        else _grouped(np.broadcast_to(problem.mask, (*shape, problem.keys)), problem, -3),
+        first=None if problem.bounds is None else _per_query(problem.bounds.first, problem),
+        stop=None if problem.bounds is None else _per_query(problem.bounds.stop, problem),
         scale=_per_group(np.broadcast_to(problem.scale, problem.heads), problem),
         sinks=None if problem.sinks is None else _per_group(problem.sinks, problem)[..., 0],
         rows=_grouped(rows, problem, -2),
@@ -125,6 +127,10 @@ def _slabs(problem: Problem) -> Iterator[tuple[Index, _Operands]]:
                 rows=whole.rows[slab],
             ),
         )
+
+
+def _per_query(bound: Array, problem: Problem) -> Array:
+    return np.broadcast_to(bound, (*problem.batch, problem.queries))[..., None, None, :]
 
 
 def _per_group(value: Array, problem: Problem) -> Array:

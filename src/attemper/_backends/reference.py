@@ -5,15 +5,13 @@ Nothing here is tiled, merged or shared with the other backends, so that it can 
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from .._arrays import Array
 from .._dropout import kept
-from .._errors import SizeError, explain
+from .._memory import refuse_what_does_not_fit
 from .._problem import Problem
 
 
@@ -48,7 +46,7 @@ def run(problem: Problem, stats: frozenset[str]) -> tuple[Array | None, dict[str
 
 def matrices(problem: Problem, precision: type = np.float64) -> Explicit:
     """All matrices of the call, with heads repeated and masks spelled out."""
-    _refuse_what_does_not_fit(problem, np.dtype(precision).itemsize)
+    refuse_what_does_not_fit(problem, np.dtype(precision).itemsize)
     q = problem.q.astype(precision)
     k = np.repeat(problem.k.astype(precision), problem.group, axis=-3)
     with np.errstate(all="ignore"):
@@ -153,28 +151,3 @@ def _first(p: Array, visible: Array) -> Array:
     if p.shape[-1] == 0:
         return np.zeros(p.shape[:-1], dtype=p.dtype)
     return np.take_along_axis(p, visible.argmax(axis=-1)[..., None], axis=-1)[..., 0]
-
-
-def _refuse_what_does_not_fit(problem: Problem, itemsize: int) -> None:
-    shape = (*problem.batch, problem.heads, problem.queries, problem.keys)
-    # Scores, scaled, capped, masked and weights are returned; about as much again is needed on the way.
-    need = 10 * itemsize * int(np.prod(shape, dtype=object))
-    room = _available_memory()
-    if need > room:
-        size = " × ".join(str(n) for n in shape)
-        headline = f"Matrices of {size} scores would take {need / 2**30:.1f} GiB; {room / 2**30:.1f} GiB are free."
-        fix = "Explicit matrices are for small problems: slice the operands, or use attend, which never builds them."
-        raise SizeError(explain(headline, fix))
-
-
-def _available_memory() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, OSError, ValueError):
-        return 4 * 2**30

@@ -212,9 +212,10 @@ def _reading_fault(reading: Any, problem: Problem, truth: Any, backend: str | No
     wide = "float64" if dtype_name(problem.q) == "float64" else "float32"
     expected = reference.readings(problem, truth)
     plain = reference.readings(problem, reference.matrices(problem, np.dtype(wide).type))
-    # A score of size s carries a rounding of eps·s, which the exponential turns into a relative one.
-    scores = np.abs(np.concatenate([x[truth.visible] for x in (truth.scaled, truth.masked)]))
-    largest_score = float(np.max(scores, where=np.isfinite(scores), initial=0))
+    # A score is rounded by eps times the sum of its absolute products, and the exponential makes that a relative error.
+    absolute = pose(abs(problem.q), abs(problem.k), None, scale=np.abs(problem.scale), enable_gqa=True)
+    scores = [reference.matrices(absolute).scaled[truth.visible], np.abs(truth.masked[truth.visible])]
+    largest_score = max(float(np.max(x, where=np.isfinite(x), initial=0)) for x in scores)
     for name in MEASURED:
         if name not in expected:
             continue

@@ -1,0 +1,221 @@
+"""The torch operators: one node in a graph each way, with shapes for the compiler, autograd and vmap.
+
+    attemper::tiles           the output and every field of the Reading
+    attemper::tiles_backward  the gradients of all floating operands
+
+Operands have one batch axis: q (batch, heads, queries, head_dim); k and v with the key heads; the mask with every axis
+full or 1; bounds (batch or 1, queries); scale and sinks (batch or 1, heads or 1).
+"""
+
+# No `from __future__ import annotations`: the schema of an operator is read from its annotations.
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._errors import BackendError, OptionError, explain
+from ._backward import Saved, Upstream, backward
+from ._forward import forward
+from ._tiles import FIELDS, Call, available, empty, gradient_size, plainly
+
+DIFFERENTIABLE = ("logsumexp", "entropy", "expected_score", "collision")
+"""The fields through which gradients may flow."""
+
+RETURNS = ("output", *FIELDS, "gradients")
+
+
+@torch.library.custom_op(
+    "attemper::tiles",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor? v, Tensor? mask, Tensor? first, Tensor? stop, Tensor scale, Tensor? sinks, "
+        "Tensor? seed, float? softcap, float dropout_p, str stats) -> (" + ", ".join(["Tensor"] * len(RETURNS)) + ")"
+    ),
+)
+def tiles(*arguments: Any) -> tuple[Tensor, ...]:
+    """(output, *FIELDS, gradients); what `stats` does not name is empty.
+
+    `gradients` is where the backward pass leaves gradient_flow and pressure: a flag, then two numbers per row. It is an
+    output that the backward operator fills in place behind autograd's back, so that the numbers reach the Reading
+    without a hook, a global or a graph that is kept alive, compiled or not.
+    """
+    call, stats = Call(*arguments[:11]), frozenset(arguments[11].split(","))
+    with plainly(call.q):
+        output, fields = forward(call, stats)
+    gradients = torch.zeros(gradient_size(call.q, stats), dtype=call.wide, device=call.q.device)
+    found = [fields[name] if name in fields else empty(call, name) for name in FIELDS]
+    return call.q.new_empty(0) if output is None else output, *found, gradients
+
+
+@tiles.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    call, stats = Call(*arguments[:11]), frozenset(arguments[11].split(","))
+    wanted = available(call, stats)
+    rows = call.q.shape[:-1]
+    output = call.q.new_empty(0 if call.v is None else (*rows, call.v.shape[-1]))
+    found = [empty(call, name, rows if name in wanted else (0,)) for name in FIELDS]
+    return output, *found, torch.empty(gradient_size(call.q, stats), dtype=call.wide, device=call.q.device)
+
+
+@torch.library.custom_op(
+    "attemper::tiles_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor? v, Tensor? mask, Tensor? first, Tensor? stop, Tensor scale, Tensor? sinks, "
+        "Tensor? seed, float? softcap, float dropout_p, Tensor output, Tensor logsumexp, Tensor expected_score, "
+        "Tensor collision, Tensor gradients, Tensor? grad_output, Tensor? grad_logsumexp, Tensor? grad_entropy, "
+        "Tensor? grad_expected_score, Tensor? grad_collision, bool bias_too) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def tiles_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """The gradients of (q, k, v, mask, scale, sinks), empty where there is nothing to differentiate."""
+    call = Call(*arguments[:11])
+    with plainly(call.q):
+        return backward(call, Saved(*arguments[11:16]), Upstream(*arguments[16:21]), bias_too=arguments[21])
+
+
+@tiles_backward.register_fake
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    call, bias_too = Call(*arguments[:11]), arguments[21]
+
+    def like(x: Tensor | None) -> Tensor:
+        return call.q.new_empty(0) if x is None else x.new_empty(x.shape)
+
+    mask = call.mask if bias_too else None
+    return like(call.q), like(call.k), like(call.v), like(mask), like(call.scale), like(call.sinks)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    by_name = dict(zip(RETURNS, output, strict=True))
+    ctx.softcap, ctx.dropout_p = inputs[9:11]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:9], *(by_name[name] for name in Saved._fields))
+
+
+def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    upstream = dict(zip(RETURNS, grads, strict=True))
+    arriving = [upstream[name] for name in ("output", *DIFFERENTIABLE)]
+    if all(grad is None for grad in arriving):
+        return (None,) * 12
+    needs = ctx.needs_input_grad
+    saved = ctx.saved_tensors
+    operator: Any = tiles_backward if functorch_level() is None else TransformableBackward.apply
+    found = operator(*saved[:9], ctx.softcap, ctx.dropout_p, *saved[9:], *arriving, bool(needs[3]))
+    places = dict(zip((0, 1, 2, 3, 6, 7), found, strict=True))
+    return tuple(places[i] if i in places and needs[i] else None for i in range(12))
+
+
+def _refuse(_ctx: Any, *_grads: Tensor | None) -> Any:
+    fix = "Pass backend='reference', which builds the queries × keys matrices and takes any derivative."
+    raise BackendError(explain("Second derivatives do not pass through the tiled operator.", fix))
+
+
+def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """There is nothing to keep for a derivative that does not exist."""
+
+
+tiles.register_autograd(_differentiate, setup_context=_setup)
+tiles_backward.register_autograd(_refuse, setup_context=_nothing)
+
+
+def functorch_level() -> Any:
+    """The transform of torch.func that is running, or None."""
+    return torch._C._functorch.peek_interpreter_stack()  # noqa: SLF001
+
+
+class Transformable(torch.autograd.Function):
+    """The same operator for torch.func, whose transforms do not reach an operator's registered autograd."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tiles(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _setup(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _differentiate(ctx, *grads)
+
+
+class TransformableBackward(torch.autograd.Function):
+    """Likewise for the backward operator."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tiles_backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _nothing(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _refuse(ctx, *grads)
+
+
+@tiles.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    folded, _ = _fold_arguments(info, in_dims, arguments)
+    *found, gradients = tiles(*folded)
+    size = info.batch_size
+    return (*(_unfold(x, size) for x in found), _apart(gradients, size)), (0,) * len(RETURNS)
+
+
+@tiles_backward.register_vmap
+def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    size = info.batch_size
+    folded, batch = _fold_arguments(info, in_dims, arguments)
+    waiting = arguments[15] if in_dims[15] is None else arguments[15].movedim(in_dims[15], 0)
+    # One tensor for all entries, from which each gets its part.
+    together = waiting.new_zeros(1 + 2 * folded[0].shape[:3].numel() if waiting.numel() else 0)
+    folded[15] = together
+    found = tiles_backward(*folded)
+    if waiting.numel() and in_dims[15] is not None:
+        waiting.data.copy_(_apart(together, size))
+    parts = []
+    for x, place in zip(found, (0, 1, 2, 3, 6, 7), strict=True):
+        part, own = _unfold(x, size), arguments[place]
+        # What an entry shares along its batch axis (a bias, a scale) was spread over it.
+        shared = own is not None and x.numel() and batch != 1 and own.shape[0 if in_dims[place] is None else 1] == 1
+        parts.append(part.sum(1, keepdim=True) if shared else part)
+    return tuple(parts), (0,) * len(parts)
+
+
+def _fold_arguments(info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> tuple[list[Any], int]:
+    """The vmapped axis as a part of the batch axis."""
+    if in_dims[8] is not None:
+        raise OptionError(explain("dropout drew a seed for each entry of vmap.", "Pass one seed for all of them."))
+    moved = [
+        x if dim is None or not isinstance(x, Tensor) else x.movedim(dim, 0)
+        for x, dim in zip(arguments, in_dims, strict=True)
+    ]
+    batch = moved[0].shape[0 if in_dims[0] is None else 1]
+
+    def fold(x: Any, dim: int | None) -> Any:
+        x = x[None].expand(info.batch_size, *x.shape) if dim is None else x
+        return x.expand(info.batch_size, batch, *x.shape[2:]).reshape(info.batch_size * batch, *x.shape[2:])
+
+    return [
+        fold(x, dim) if isinstance(x, Tensor) and i not in (8, 15) and x.numel() else x
+        for i, (x, dim) in enumerate(zip(moved, in_dims, strict=True))
+    ], batch
+
+
+def _unfold(x: Tensor, size: int) -> Tensor:
+    return x.reshape(size, -1, *x.shape[1:]) if x.numel() else x.new_empty(size, *x.shape)
+
+
+def _apart(gradients: Tensor, size: int) -> Tensor:
+    """What waits for the backward pass, apart for each entry of vmap."""
+    if not gradients.numel():
+        return gradients.new_empty(size, 0)
+    numbers = gradients[1:].reshape(2, size, -1).movedim(1, 0).reshape(size, -1)
+    return torch.cat([gradients[:1].expand(size, 1), numbers], 1)
