@@ -22,6 +22,7 @@ lint: .venv/lint.done
 
 bench: .venv/test.done
 	$(BIN)/python benchmarks/numpy_road.py
+	$(BIN)/python benchmarks/torch_memory.py
 
 # Rewrites the tables in docs/ that are made from the code, then runs every example in them.
 docs: .venv/test.done

@@ -81,12 +81,21 @@ def benchmark_table() -> str:
     return f"{record['machine']}.\n\n" + _table(head, rows)
 
 
+def memory_table() -> str:
+    record = json.loads((ROOT / "benchmarks/results/torch_memory.json").read_text())
+    rows = [
+        (f"{r['length']:,}", f"{r['forward_mb']:.0f} MB", f"{r['backward_mb']:.0f} MB", f"{r['matrix_mb']:,.0f} MB")
+        for r in record["rows"]
+    ]
+    return f"{record['machine']}.\n\n" + _table(("length", "forward", "with backward", "one matrix of scores"), rows)
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [" | ".join(cells) for cells in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
-QUICK = {"reading": reading_table, "vitals": vitals_table, "benchmark": benchmark_table}
+QUICK = {"reading": reading_table, "vitals": vitals_table, "benchmark": benchmark_table, "memory": memory_table}
 TABLES = {**QUICK, "torch": torch_table}
 
 

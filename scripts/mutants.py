@@ -23,7 +23,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = ["_state", "_problem", "_bounds", "_reading", "_vitals", "_dropout", "_backends/reference", "_backends/numpy"]
 QUICKEST_FIRST = ["state", "reading", "laws", "vitals", "dropout", "errors", "onnx", "testing"]
-LEFT_OUT = {"test_memory.py", "test_docs.py", "test_imports.py"}  # slow, or not about what the code computes
+LEFT_OUT = {
+    "test_memory.py",
+    "test_docs.py",
+    "test_imports.py",
+    *map("test_torch_{}.py".format, ("dropin", "gradients", "compile")),
+}  # slow, or not about what the code computes
 WORKERS = 2
 
 # Lines on which any change is equivalent by construction: how rows, keys and heads are cut into tiles decides time and

@@ -542,6 +542,8 @@ CASES = [
      *OPTION, "key_lengths contains 6.\n  A length lies between 0 and the number of keys, 5."),
     ("torch-starts", lambda: attemper.attend(*(torch.zeros(1, 5, 8),) * 3, cu_seqlens=torch.tensor([0, 4])),
      *OPTION, "cu_seqlens is [0, 4].\n  Starts rise from 0 to the number of queries, 5."),
+    ("not-given", lambda: attemper.read(*(torch.zeros(1, 5, 8),) * 2, stats="max_logit", backend="identities"),
+     *BACKEND, "backend 'identities' cannot give max_logit.\n  Leave it out of stats, or pass backend='auto'."),
     ("sinks-infinite", lambda: attemper.attend(*QKV, sinks=np.full(4, np.inf)), *OPTION,
      "sinks contains NaN or infinity.\n  Pass finite logits, or −inf for no sink."),
     # Vitals

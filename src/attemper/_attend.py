@@ -12,13 +12,15 @@ import numpy as np
 from ._arrays import Array, dtype_name, require_array
 from ._errors import BackendError, OptionError, explain, unknown
 from ._problem import Problem, flag, pose
-from ._reading import Reading, choose
+from ._reading import AFTER_BACKWARD, Reading, choose
 
-BACKENDS = ("reference", "numpy", "torch")
+BACKENDS = ("reference", "numpy", "torch", "identities")
 """Every backend, by the name of its module."""
 
 AUTO = {"numpy": "numpy", "torch": "torch"}
 """What `backend="auto"` takes for the arrays of a framework."""
+
+NEED_TORCH = ("torch", "identities")
 
 ScaleRule: TypeAlias = Literal["sqrt_dk", "unscaled", "dk"]
 Scale: TypeAlias = float | Array | ScaleRule | None
@@ -106,10 +108,11 @@ def attend(
         sinks: a logit per head that joins the softmax's denominator only.
         dropout_p: the share of weights to drop; the kept ones grow by 1/(1 − dropout_p). The Reading is of the weights
             before dropout.
-        seed: for dropout: the same seed drops the same weights on every backend. None draws one from np.random.
+        seed: for dropout: the same seed drops the same weights on every backend. None draws one from the framework's
+            global generator.
         enable_gqa: let key heads serve groups of query heads.
         stats: "all", "none", or names of Reading fields.
-        differentiable: let gradients flow through the Reading (torch only).
+        differentiable: let gradients flow through logsumexp, entropy, expected_score and collision (torch only).
         backend: "auto", or a name; a named backend runs or raises. The Reading records which one ran.
 
     Returns:
@@ -200,12 +203,29 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Array:
-    """`torch.nn.functional.scaled_dot_product_attention`: its signature and meaning, on NumPy arrays.
+    """`torch.nn.functional.scaled_dot_product_attention`: its signature and meaning, on torch tensors and NumPy arrays.
 
-    Differs on purpose where torch's fused kernels are wrong or silent: `attn_mask` with `is_causal` raises (torch's
-    documentation says so, its kernels apply both), keys and values of different lengths raise, NaN in a value that a
-    query does not see stays out of its output. It also refuses dropout_p = 1, a scale that is not finite, ranks above
-    5, and key heads that are not as many as value heads.
+    It differs on purpose. It refuses
+
+    - `attn_mask` with `is_causal`, as torch's documentation says; torch's fused kernels apply both;
+    - keys and values of different lengths; torch's fused kernel on a CPU reads past the end;
+    - what does not fit together in a problem without queries, keys or batch, where torch looks at nothing;
+    - a `dropout_p` that is not a number in [0, 1), and a `scale` that is not a finite one;
+    - ranks above 5, grouped heads with other numbers of key than value heads (unless one is 1), and nested tensors;
+    - forward-mode and second derivatives (`attend` takes them with backend="reference"), and a seed per entry of vmap.
+
+    It takes
+
+    - a floating mask of any floating dtype and of any rank that broadcasts, and keeps a float32 mask under autocast;
+    - a `scale` as `attend` does: a tensor that learns, one per head, a name;
+    - `enable_gqa` at any rank, and one query head beside several key heads.
+
+    It returns something else where
+
+    - a key, value or mask that a query does not see holds NaN or infinity: that stays out of its output;
+    - `is_causal` meets a scale of 0 or less: torch's fused kernel on a CPU gives NaN;
+    - a problem without keys broadcasts: the output has the broadcast shape, torch's that of the query;
+    - there is dropout: it follows `torch.manual_seed`, but drops other weights than torch.
 
     >>> import numpy as np
     >>> x = np.eye(2, dtype=np.float32)
@@ -296,10 +316,13 @@ def _given(**operands: Array) -> dict[str, Array]:
         require_array(name, array)
     torch = sys.modules.get("torch")
     q = operands["q"]
-    if torch is None or not isinstance(q, torch.Tensor) or not torch.is_autocast_enabled(q.device.type):
+    if torch is None or not isinstance(q, torch.Tensor):
+        return operands
+    kind = q.device.type
+    if not ((kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)) and torch.is_autocast_enabled(kind)):
         return operands
     # As torch's own attention does: narrow what is floating, leave float64 alone.
-    dtype = torch.get_autocast_dtype(q.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return {
         name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for name, x in operands.items()
@@ -313,20 +336,27 @@ def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> 
         raise OptionError(explain("differentiable=True, but NumPy arrays carry no gradients.", fix))
     name, module = _pick(problem, backend)
     output, fields = module.run(problem, wanted, **({"differentiable": True} if differentiable else {}))
+    missing = wanted - fields.keys() - {*AFTER_BACKWARD, "output_norm"}
+    if missing and stats != "all":
+        fix = "Leave it out of stats, or pass backend='auto'."
+        raise BackendError(explain(f"backend {name!r} cannot give {', '.join(sorted(missing))}.", fix))
     rows = (*problem.batch, problem.heads, problem.queries)
     if problem.one_head:
         output = None if output is None else output[..., 0, :, :]
         fields = {field: value if field == "gradients" else value[..., 0, :] for field, value in fields.items()}
         rows = rows[1:]
-    return output, Reading(backend=name, rows=rows, **fields)
+    awaited = tuple(field for field in AFTER_BACKWARD if field in wanted)
+    return output, Reading(backend=name, rows=rows, awaited=awaited, **fields)
 
 
 def _pick(problem: Problem, backend: str) -> tuple[str, Any]:
     if not (isinstance(backend, str) and backend in ("auto", *BACKENDS)):
         raise unknown("backend", backend, ("auto", *BACKENDS))
     name = AUTO[problem.framework] if backend == "auto" else backend
-    module = _backend(name, problem.framework)
-    reason = module.unsupported(problem)
+    # Said without the import: torch may not even be installed.
+    reason = "it computes on torch tensors" if name in NEED_TORCH and problem.framework != "torch" else None
+    module: Any = None if reason else _backend(name, problem.framework)
+    reason = reason or module.unsupported(problem)
     if reason is not None:
         fix = "Pass backend='auto' to let the operands choose."
         raise BackendError(explain(f"backend {name!r} cannot take this call: {reason}.", fix))
@@ -343,6 +373,10 @@ def _backend(name: str, framework: str) -> Any:
         from ._backends import numpy
 
         return numpy
+    if name == "identities":
+        from ._backends import identities
+
+        return identities
     if framework == "torch":
         from ._backends import torch_reference
 

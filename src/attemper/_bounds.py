@@ -73,7 +73,8 @@ def key_bounds(
         offset = key_length - query_length
     elif not isinstance(offset, int):
         offset = offset[..., None]
-    here = next((x for x in (key_length, offset, start) if not isinstance(x, int)), None)
+    # Asked of the framework: a length that is being traced is no int.
+    here: Any = next((x for x in (key_length, offset, start) if framework_of(x)), None)
     rows = xp.arange(queries) if here is None or xp is np else xp.arange(queries, device=here.device)
     position = rows - start + offset
     first = position * 0 if left is None else xp.clip(position - left, 0, None)
@@ -107,6 +108,9 @@ def _window(window: object) -> tuple[int | None, int | None]:
 
 def _whole_numbers(xp: Any, name: str, value: object) -> Array:
     """An int64 array of the framework of the operands; values are looked at only where that costs nothing."""
+    if xp is not np and isinstance(value, (list, tuple, int)) and xp.compiler.is_compiling():
+        # A compiler does not follow what NumPy says of an array; what is no list of whole numbers is refused below.
+        value = xp.tensor(value)
     if xp is not np and framework_of(value) == "torch":
         if value.dtype.is_floating_point or value.dtype.is_complex or str(value.dtype) == "torch.bool":  # type: ignore[attr-defined]
             raise OptionError(explain(f"{name} has dtype {dtype_name(value)}.", "Pass whole numbers."))
@@ -130,7 +134,7 @@ def _whole_numbers(xp: Any, name: str, value: object) -> Array:
 def _per_batch(xp: Any, name: str, value: object, batch: tuple[int, ...]) -> Array:
     array = _whole_numbers(xp, name, value)
     shape = tuple(array.shape)
-    if len(shape) > len(batch) or any(n not in (1, size) for n, size in zip(shape[::-1], batch[::-1], strict=False)):
+    if len(shape) > len(batch) or any(n != 1 and n != size for n, size in zip(shape[::-1], batch[::-1], strict=False)):
         wanted = f"shape {tuple(batch)}, or a single number" if batch else "there are no batch axes, so a single number"
         fix = f"It holds one number per batch entry: {wanted}."
         raise ShapeError(explain(f"{name} has shape {shape}.", fix))
@@ -143,7 +147,8 @@ def _can_look(array: Array) -> bool:
         return True
     import torch
 
-    return bool(array.device.type == "cpu" and not torch.compiler.is_compiling())
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    return bool(array.device.type == "cpu" and not transformed and not torch.compiler.is_compiling())
 
 
 def _key_lengths(xp: Any, value: object, batch: tuple[int, ...], keys: int) -> Array | None:

@@ -64,9 +64,9 @@ def explain(headline: str, fix: str, operands: Iterable[Operand] = ()) -> str:
     """The text of an error: headline, one aligned line per operand, fix."""
     rows = [(o.name, [f"{axis} {n}" for axis, n in zip(o.axes, o.shape, strict=True)], o.kind) for o in operands]
     # Axes are aligned from the right, where q, k, v and a mask correspond.
-    depth = max((len(axes) for _, axes, _ in rows), default=0)
-    names = max((len(name) for name, _, _ in rows), default=0)
-    columns = [max((len(axes[-i]) for _, axes, _ in rows if len(axes) >= i), default=0) for i in range(depth, 0, -1)]
+    depth = max([0, *(len(axes) for _, axes, _ in rows)])
+    names = max([0, *(len(name) for name, _, _ in rows)])
+    columns = [max([0, *(len(axes[-i]) for _, axes, _ in rows if len(axes) >= i)]) for i in range(depth, 0, -1)]
     shapes = []
     for _, axes, _ in rows:
         missing = depth - len(axes)
@@ -76,7 +76,7 @@ def explain(headline: str, fix: str, operands: Iterable[Operand] = ()) -> str:
         ]
         indent = sum(width + len(", ") for width in columns[:missing])
         shapes.append(f"{' ' * indent}({' '.join(cells).rstrip()})")
-    widest = max(map(len, shapes), default=0)
+    widest = max([0, *map(len, shapes)])
     lines = [headline]
     for (name, _, kind), shape in zip(rows, shapes, strict=True):
         lines.append(f"  {name:<{names}}  {shape:<{widest}}  {kind}".rstrip())

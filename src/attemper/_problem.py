@@ -215,7 +215,7 @@ def _broadcast_axes(
         batch = tuple(b if a == 1 else a for a, b in zip(own, batch, strict=True))
     q_heads, k_heads = aligned["q"].shape[-3], aligned["k"].shape[-3]
     v_heads = aligned["v"].shape[-3] if "v" in aligned else k_heads
-    if k_heads != v_heads and 1 not in (k_heads, v_heads):
+    if k_heads != v_heads and k_heads != 1 and v_heads != 1:
         headline = f"v has {v_heads} heads, but k has {k_heads} heads."
         fix = "Each key head needs one value head: give k and v the same number of heads."
         raise ShapeError(explain(headline, fix, _shown(operands)))
@@ -284,7 +284,8 @@ def _scale(scale: object, head_dim: int, heads: int, operands: dict[str, Array])
     if number is None:
         fix = "Pass a number, one number per head, or one of " + ", ".join(map(repr, ATTEND_RULES)) + "."
         raise OptionError(explain(f"scale is {brief(scale)}.", fix))
-    if not math.isfinite(number):
+    # Not math.isfinite, which a compiler cannot follow.
+    if not -math.inf < number < math.inf:
         raise OptionError(explain(f"scale is {number}.", "Pass a finite number."))
     return number
 
@@ -306,7 +307,10 @@ def _per_head(name: str, value: object, heads: int, operands: dict[str, Array]) 
         return None
     fix = f"It holds one number per query head: shape ({heads},)."
     array: Array = value
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and framework_of(operands["q"]) == "torch" and _compiling():
+        # A compiler does not follow what NumPy says of an array.
+        array = sys.modules["torch"].tensor(value, dtype=sys.modules["torch"].float64, device=operands["q"].device)
+    elif isinstance(value, (list, tuple)):
         try:
             array = np.asarray(value)
         except (TypeError, ValueError):  # lists of different lengths
@@ -327,6 +331,10 @@ def _per_head(name: str, value: object, heads: int, operands: dict[str, Array]) 
     if name == "scale" and isinstance(array, np.ndarray) and not np.isfinite(array.astype(np.float64)).all():
         raise OptionError(explain("scale is not finite in every head.", "Pass finite numbers."))
     return array
+
+
+def _compiling() -> bool:
+    return bool(sys.modules["torch"].compiler.is_compiling())
 
 
 def _softcap(softcap: Any, dtype: str) -> float | None:

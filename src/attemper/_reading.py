@@ -28,12 +28,18 @@ class _AfterBackward:
             return None  # the default of the dataclass field
         given = reading.__dict__.get(self.name)
         waiting = reading.gradients
-        if given is not None or waiting is None or sys.modules["torch"].compiler.is_compiling():
+        if (
+            given is not None
+            or waiting is None
+            or self.name[1:] not in reading.awaited
+            or sys.modules["torch"].compiler.is_compiling()
+        ):
             return given
         # The first number says whether the backward pass was here; axes in front are those of vmap.
+        if not waiting[..., 0].any():
+            return None
         lead = waiting.shape[:-1]
-        numbers = waiting[..., 1:].reshape(*lead, 2, *reading.rows)
-        return numbers.select(len(lead), self.place) if waiting[..., 0].any() else None
+        return waiting[..., 1:].reshape(*lead, 2, *reading.rows).select(len(lead), self.place)
 
     def __set__(self, reading: Reading, value: Array | None) -> None:
         reading.__dict__[self.name] = value
@@ -88,6 +94,8 @@ class Reading:
     """Where a torch backward pass leaves those two; read them instead."""
     rows: tuple[int, ...] = ()
     """(*batch, heads, queries), for `gradients`."""
+    awaited: tuple[str, ...] = ()
+    """What was asked for of `gradients`."""
 
     @property
     def normalized_entropy(self) -> Array | None:
@@ -145,7 +153,9 @@ class Reading:
         return "\n".join(lines + [f"  {name:<18}  {summary(to_numpy(getattr(self, name)))}" for name in measured])
 
 
-MEASURED = tuple(field.name for field in fields(Reading) if field.name not in ("backend", "gradients", "rows"))
+MEASURED = tuple(
+    field.name for field in fields(Reading) if field.name not in ("backend", "gradients", "rows", "awaited")
+)
 """The fields a backend fills, in order."""
 
 AFTER_BACKWARD = ("gradient_flow", "pressure")

@@ -55,7 +55,7 @@ def matrices(problem: Problem) -> Explicit:
         refuse_what_does_not_fit(problem, wide.itemsize)
     q = problem.q.to(wide)
     k = problem.k.to(wide).repeat_interleave(problem.group, -3)
-    scores = torch.matmul(q, k.mT)
+    scores = _scores(q, k)
     scale = problem.scale
     if isinstance(scale, Tensor):
         scale = scale.to(wide) if scale.dim() == 0 else scale.to(wide)[:, None, None]
@@ -82,6 +82,14 @@ def matrices(problem: Problem) -> Explicit:
         v = problem.v.to(wide).repeat_interleave(problem.group, -3)
         output = _mix(_drop(problem, weights), visible, v)
     return Explicit(scores, scaled, capped, masked, visible, weights, output)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q·kᵀ, in which what is not finite has no derivative: 0 · NaN of a hidden key would be NaN in the gradients."""
+    q_sound, k_sound = torch.isfinite(q), torch.isfinite(k)
+    scores = torch.matmul(torch.where(q_sound, q, 0), torch.where(k_sound, k, 0).mT)
+    sound = q_sound.all(-1)[..., None] & k_sound.all(-1)[..., None, :]
+    return torch.where(sound, scores, torch.matmul(q.detach(), k.detach().mT))
 
 
 def readings(problem: Problem, explicit: Explicit) -> dict[str, Tensor]:
@@ -161,4 +169,5 @@ def _mix(weights: Tensor, visible: Tensor, v: Tensor) -> Tensor:
     """weights·v, in which a NaN or infinite value reaches the rows that see its key and no other."""
     sound = torch.isfinite(v)
     met = torch.matmul(visible.to(v.dtype), (~sound).to(v.dtype)) > 0
-    return torch.where(met, math.nan, torch.matmul(weights, torch.where(sound, v, 0)))
+    # A factor rather than a choice, which would hide the NaN from the gradients.
+    return torch.matmul(weights, torch.where(sound, v, 0)) * torch.where(met, math.nan, 1)

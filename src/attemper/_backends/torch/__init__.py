@@ -12,21 +12,21 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from ..._dropout import as_signed
-from ..._errors import BackendError, explain
 from ..._problem import Problem
 from ..._reading import AFTER_BACKWARD, LEAVES, Reading
-from ._operators import DIFFERENTIABLE, RETURNS, Transformable, functorch_level, tiles
+from ._operators import DIFFERENTIABLE, RETURNS, Transformable, functorch_level, no_forward_mode, tiles
 from ._tiles import FIELDS
 
 
-def _flatten(reading: Reading) -> tuple[list[Any], tuple[str, tuple[int, ...]]]:
-    return [reading.__dict__.get(name) for name in LEAVES], (reading.backend, reading.rows)
+def _flatten(reading: Reading) -> tuple[list[Any], tuple[Any, ...]]:
+    names = tuple(name for name in LEAVES if reading.__dict__.get(name) is not None)
+    return [reading.__dict__[name] for name in names], (reading.backend, reading.rows, reading.awaited, names)
 
 
-def _unflatten(leaves: Iterable[Any], context: tuple[str, tuple[int, ...]]) -> Reading:
-    backend, rows = context
-    named = {name.removeprefix("_"): leaf for name, leaf in zip(LEAVES, leaves, strict=True)}
-    return Reading(backend=backend, rows=rows, **named)
+def _unflatten(leaves: Iterable[Any], context: tuple[Any, ...]) -> Reading:
+    backend, rows, awaited, names = context
+    named = {name.removeprefix("_"): leaf for name, leaf in zip(names, leaves, strict=True)}
+    return Reading(backend=backend, rows=rows, awaited=awaited, **named)
 
 
 # So that vmap, compile and the like see the tensors in a Reading.
@@ -50,9 +50,11 @@ def run(
     if problem.dropout_p:
         seed = problem.seed if isinstance(problem.seed, Tensor) else torch.tensor(as_signed(problem.seed))
     # A gradient needs the row constants of its formula, asked for or not.
-    needed = stats | {"logsumexp"}
+    needed = stats | {"logsumexp", "max_logit", "largest_weight"}
     if differentiable:
         needed |= {"expected_score", "collision"}
+    if problem.q.dtype.itemsize == 2 and torch.is_grad_enabled() and _any_requires_grad(problem):
+        needed |= {"wide_output"}
     found = _operator(problem)(
         _fold(problem.q, batch),
         _fold(problem.k, batch),
@@ -64,6 +66,7 @@ def run(
         seed,
         problem.softcap,
         problem.dropout_p,
+        math.prod(batch),
         ",".join(sorted(needed)),
     )
     by_name = dict(zip(RETURNS, found, strict=True))
@@ -84,14 +87,22 @@ def _operator(problem: Problem) -> Any:
         return tiles
     operands = (problem.q, problem.k, problem.v, problem.mask, problem.scale, problem.sinks)
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in operands):  # noqa: SLF001
-        # The operator would return a tangent of zeros without a word.
-        fix = "Pass backend='reference', which builds the queries × keys matrices and takes any derivative."
-        raise BackendError(explain("Forward-mode derivatives do not pass through the tiled operator.", fix))
+        raise no_forward_mode()
     return tiles if functorch_level() is None else Transformable.apply
 
 
+def _any_requires_grad(problem: Problem) -> bool:
+    operands = (problem.q, problem.k, problem.v, problem.mask, problem.scale, problem.sinks)
+    return any(isinstance(x, Tensor) and x.requires_grad for x in operands)
+
+
 def _has_tangent(x: Any) -> bool:
-    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+    if not isinstance(x, Tensor):
+        return False
+    functorch = torch._C._functorch  # noqa: SLF001
+    while functorch.is_batchedtensor(x):  # vmap's own layer cannot be asked
+        x = functorch.get_unwrapped(x)
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _fold(x: Tensor, batch: tuple[int, ...]) -> Tensor:
@@ -114,5 +125,6 @@ def _fold_mask(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
 def _per_head(x: Any, wide: torch.dtype, device: torch.device) -> Tensor:
     """(1, heads), or (1, 1) for one number."""
     if not isinstance(x, Tensor):
-        return torch.full((1, 1), x, dtype=wide, device=device)
+        # torch.full would have the number baked into a compiled graph, and refuse one that overflows.
+        return torch.ones((1, 1), dtype=wide, device=device).mul(x)
     return x.to(wide).reshape(1, -1)

@@ -32,6 +32,8 @@ class Saved(NamedTuple):
     """What the forward pass leaves for the backward pass."""
 
     output: Tensor
+    max_logit: Tensor
+    largest_weight: Tensor
     logsumexp: Tensor
     expected_score: Tensor
     collision: Tensor
@@ -67,11 +69,13 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
         where = (tile.batch, query_heads(call, tile), tile.rows)
         shape = tile_shape(call, tile)
         rows = partial(rows_of, call, tile)
-        logsumexp = rows(saved.logsumexp)
-        sink_mass = torch.zeros_like(logsumexp)
+        logsumexp, highest, peak = rows(saved.logsumexp), rows(saved.max_logit), rows(saved.largest_weight)
+        sink_mass, passing = torch.zeros_like(logsumexp), torch.ones_like(logsumexp)
         if call.sinks is not None:
             sinks = per_head(call.sinks, call, tile).to(call.wide)
             sink_mass = torch.where(sinks == -math.inf, 0, torch.sigmoid(sinks - logsumexp))
+            # Not 1 − sink_mass, of which no digit is left when the sink takes almost all.
+            passing = torch.where(sinks == -math.inf, 1, torch.sigmoid(logsumexp - sinks))
         grad_output = None if upstream.output is None or v is None else rows(upstream.output)
         pull = torch.zeros_like(logsumexp)
         if grad_output is not None:
@@ -81,7 +85,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
                 add_per_head(grad_sinks, -torch.where(sink_mass > 0, sink_mass * pull, 0), call, tile)
         row = _Row(
             logsumexp=logsumexp,
-            passing=1 - sink_mass,
+            passing=passing,
             pull=pull,
             grad_logsumexp=None if upstream.logsumexp is None else rows(upstream.logsumexp),
             grad_entropy=None if upstream.entropy is None else rows(upstream.entropy),
@@ -90,14 +94,15 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
             expected=rows(saved.expected_score) if saved.expected_score.numel() else None,
             collision=rows(saved.collision) if saved.collision.numel() else None,
         )
-        flow = _GradientFlow(pull, row.passing)
+        flow = _GradientFlow(pull)
         towards_q = torch.zeros((*shape, q.shape[-1]), **like)
         own_q = q[where].to(call.wide)
         scale = per_head(call.scale, call, tile).to(call.wide)
         scaled_q = split(own_q, 1, shape[1:3]) * scale[..., None]
         for keys in key_tiles(call, limits):
             scores, qk, visible = tile_scores(call, tile, limits, keys)
-            weights = torch.exp(scores - logsumexp[..., None])
+            # Against the maximum, not the logsumexp: that one's rounding would be the weights' relative error.
+            weights = torch.exp(scores - highest[..., None]) * peak[..., None]
             if visible is not None:
                 weights = torch.where(visible, weights, 0)
             grad_weights = None
@@ -182,14 +187,19 @@ def _grad_scores(row: _Row, scores: Tensor, weights: Tensor, grad_weights: Tenso
 class _GradientFlow:
     """Var_p[dP] / Var[dP] of each row, tile by tile."""
 
-    def __init__(self, pull: Tensor, passing: Tensor) -> None:
+    def __init__(self, pull: Tensor) -> None:
         self.count, self.mean = torch.zeros_like(pull), torch.zeros_like(pull)
         self.spread, self.weighted = torch.zeros_like(pull), torch.zeros_like(pull)
-        # Σ p dP is known beforehand: D is Σ p̃ dP, and p̃ = p · passing.
-        self.centre = pull / passing
+        self.mass, self.centre = torch.zeros_like(pull), torch.zeros_like(pull)
 
     def add(self, weights: Tensor, grad_weights: Tensor, visible: Tensor | None) -> None:
-        self.weighted += (weights * (grad_weights - self.centre[..., None]).square()).sum(-1)
+        mass = weights.sum(-1)
+        centre = (weights * grad_weights).sum(-1) / torch.where(mass > 0, mass, 1)
+        apart, both = centre - self.centre, self.mass + mass
+        part = mass / torch.where(both > 0, both, 1)
+        within = (weights * (grad_weights - centre[..., None]).square()).sum(-1)
+        self.weighted += within + apart.square() * self.mass * part
+        self.centre, self.mass = self.centre + apart * part, both
         shown = torch.ones_like(weights) if visible is None else visible.to(weights.dtype)
         count = shown.sum(-1)
         mean = (shown * grad_weights).sum(-1) / count.clamp(min=1)

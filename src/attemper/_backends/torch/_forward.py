@@ -13,6 +13,7 @@ from ._tiles import (
     Call,
     available,
     empty,
+    empty_output,
     kept,
     key_tiles,
     per_head,
@@ -29,11 +30,13 @@ def forward(call: Call, stats: frozenset[str]) -> tuple[Tensor | None, dict[str,
     wanted = available(call, stats)
     parts = frozenset(part for name in wanted for part in PARTS_FOR.get(name, ()))
     value_dim = 0
-    output = None
+    output = wide_output = None
     if v is not None:
         parts |= {"weighted"}
         value_dim = v.shape[-1]
-        output = q.new_zeros((*q.shape[:-1], value_dim))
+        output = empty_output(call, q.dtype)
+        if "wide_output" in stats:
+            wide_output = empty_output(call, call.wide)
     fields = {name: empty(call, name, q.shape[:-1]) for name in wanted}
     like: dict[str, Any] = {"dtype": call.wide, "device": q.device}
     for tile, limits in row_tiles(call):
@@ -52,9 +55,14 @@ def forward(call: Call, stats: frozenset[str]) -> tuple[Tensor | None, dict[str,
         rows_output, rows_fields = finish(torch, state, sinks)
         where = (tile.batch, query_heads(call, tile), tile.rows)
         if output is not None and rows_output is not None:
-            output[where] = (rows_output / (1 - call.dropout_p)).flatten(1, 2).to(output.dtype)
+            rows_output = (rows_output / (1 - call.dropout_p)).flatten(1, 2)
+            output[where] = rows_output.to(output.dtype)
+            if wide_output is not None:
+                wide_output[where] = rows_output
             if call.dropout_p and "output_norm" in rows_fields:
                 rows_fields["output_norm"] = rows_fields["output_norm"] / (1 - call.dropout_p)
         for name in wanted:
             fields[name][where] = rows_fields[name].flatten(1, 2)
+    if wide_output is not None:
+        fields["wide_output"] = wide_output
     return output, fields

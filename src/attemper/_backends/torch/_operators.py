@@ -17,68 +17,76 @@ from torch import Tensor
 from ..._errors import BackendError, OptionError, explain
 from ._backward import Saved, Upstream, backward
 from ._forward import forward
-from ._tiles import FIELDS, Call, available, empty, gradient_size, plainly
+from ._tiles import FIELDS, Call, available, empty, empty_output, gradient_size, plainly
 
 DIFFERENTIABLE = ("logsumexp", "entropy", "expected_score", "collision")
 """The fields through which gradients may flow."""
 
-RETURNS = ("output", *FIELDS, "gradients")
+RETURNS = ("output", *FIELDS, "wide_output", "gradients")
+"""`wide_output` is the output before it is rounded to 16 bits: the gradient needs ⟨dO, O⟩ to more digits than those."""
+
+
+_OPERANDS = (
+    "Tensor q, Tensor k, Tensor? v, Tensor? mask, Tensor? first, Tensor? stop, Tensor scale, Tensor? sinks, "
+    "Tensor? seed, float? softcap, float dropout_p, SymInt period"
+)
+TENSORS = 9  # of the operands; the rest are numbers
+SEED = Call._fields.index("seed")
+OPERANDS = len(Call._fields)
+WAITING = OPERANDS + Saved._fields.index("gradients")
+DIFFERENTIATED = [Call._fields.index(name) for name in ("q", "k", "v", "mask", "scale", "sinks")]
 
 
 @torch.library.custom_op(
     "attemper::tiles",
     mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor? v, Tensor? mask, Tensor? first, Tensor? stop, Tensor scale, Tensor? sinks, "
-        "Tensor? seed, float? softcap, float dropout_p, str stats) -> (" + ", ".join(["Tensor"] * len(RETURNS)) + ")"
-    ),
+    schema=f"({_OPERANDS}, str stats) -> ({', '.join(['Tensor'] * len(RETURNS))})",
 )
 def tiles(*arguments: Any) -> tuple[Tensor, ...]:
-    """(output, *FIELDS, gradients); what `stats` does not name is empty.
+    """(output, *FIELDS, wide_output, gradients); what `stats` does not name is empty.
 
     `gradients` is where the backward pass leaves gradient_flow and pressure: a flag, then two numbers per row. It is an
     output that the backward operator fills in place behind autograd's back, so that the numbers reach the Reading
     without a hook, a global or a graph that is kept alive, compiled or not.
     """
-    call, stats = Call(*arguments[:11]), frozenset(arguments[11].split(","))
+    call, stats = Call(*arguments[:OPERANDS]), frozenset(arguments[OPERANDS].split(","))
     with plainly(call.q):
         output, fields = forward(call, stats)
     gradients = torch.zeros(gradient_size(call.q, stats), dtype=call.wide, device=call.q.device)
-    found = [fields[name] if name in fields else empty(call, name) for name in FIELDS]
+    found = [fields[name] if name in fields else empty(call, name) for name in (*FIELDS, "wide_output")]
     return call.q.new_empty(0) if output is None else output, *found, gradients
 
 
 @tiles.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, stats = Call(*arguments[:11]), frozenset(arguments[11].split(","))
+    call, stats = Call(*arguments[:OPERANDS]), frozenset(arguments[OPERANDS].split(","))
     wanted = available(call, stats)
     rows = call.q.shape[:-1]
-    output = call.q.new_empty(0 if call.v is None else (*rows, call.v.shape[-1]))
+    output = call.q.new_empty(0) if call.v is None else empty_output(call, call.q.dtype)
     found = [empty(call, name, rows if name in wanted else (0,)) for name in FIELDS]
+    keep = call.v is not None and "wide_output" in stats
+    found.append(empty_output(call, call.wide) if keep else empty(call, "wide_output"))
     return output, *found, torch.empty(gradient_size(call.q, stats), dtype=call.wide, device=call.q.device)
 
 
 @torch.library.custom_op(
     "attemper::tiles_backward",
     mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor? v, Tensor? mask, Tensor? first, Tensor? stop, Tensor scale, Tensor? sinks, "
-        "Tensor? seed, float? softcap, float dropout_p, Tensor output, Tensor logsumexp, Tensor expected_score, "
-        "Tensor collision, Tensor gradients, Tensor? grad_output, Tensor? grad_logsumexp, Tensor? grad_entropy, "
-        "Tensor? grad_expected_score, Tensor? grad_collision, bool bias_too) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
+    schema=f"({_OPERANDS}, {', '.join(f'Tensor {name}' for name in Saved._fields)}, "
+    f"{', '.join(f'Tensor? grad_{name}' for name in Upstream._fields)}, bool bias_too) "
+    f"-> ({', '.join(['Tensor'] * len(DIFFERENTIATED))})",
 )
 def tiles_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of (q, k, v, mask, scale, sinks), empty where there is nothing to differentiate."""
-    call = Call(*arguments[:11])
+    call, rest = Call(*arguments[:OPERANDS]), arguments[OPERANDS:-1]
+    saved, upstream = Saved(*rest[: len(Saved._fields)]), Upstream(*rest[len(Saved._fields) :])
     with plainly(call.q):
-        return backward(call, Saved(*arguments[11:16]), Upstream(*arguments[16:21]), bias_too=arguments[21])
+        return backward(call, saved, upstream, bias_too=arguments[-1])
 
 
 @tiles_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, bias_too = Call(*arguments[:11]), arguments[21]
+    call, bias_too = Call(*arguments[:OPERANDS]), arguments[-1]
 
     def like(x: Tensor | None) -> Tensor:
         return call.q.new_empty(0) if x is None else x.new_empty(x.shape)
@@ -89,27 +97,41 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     by_name = dict(zip(RETURNS, output, strict=True))
-    ctx.softcap, ctx.dropout_p = inputs[9:11]
+    ctx.numbers = inputs[TENSORS:OPERANDS]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:9], *(by_name[name] for name in Saved._fields))
+    if "wide_output" in inputs[OPERANDS]:
+        by_name["output"] = by_name["wide_output"]
+    # Not among the saved tensors, of which checkpointing and offloading hand back copies.
+    plain = functorch_level() is None and not torch.compiler.is_compiling()
+    ctx.waiting = by_name["gradients"].detach() if plain else None
+    ctx.save_for_backward(*inputs[:TENSORS], *(by_name[name] for name in Saved._fields))
 
 
 def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     upstream = dict(zip(RETURNS, grads, strict=True))
-    arriving = [upstream[name] for name in ("output", *DIFFERENTIABLE)]
+    arriving = [upstream[name] for name in Upstream._fields]
     if all(grad is None for grad in arriving):
-        return (None,) * 12
+        return (None,) * (OPERANDS + 1)
     needs = ctx.needs_input_grad
-    saved = ctx.saved_tensors
+    saved = list(ctx.saved_tensors)
+    if ctx.waiting is not None:
+        saved[TENSORS + Saved._fields.index("gradients")] = ctx.waiting
     operator: Any = tiles_backward if functorch_level() is None else TransformableBackward.apply
-    found = operator(*saved[:9], ctx.softcap, ctx.dropout_p, *saved[9:], *arriving, bool(needs[3]))
-    places = dict(zip((0, 1, 2, 3, 6, 7), found, strict=True))
-    return tuple(places[i] if i in places and needs[i] else None for i in range(12))
+    found = operator(*saved[:TENSORS], *ctx.numbers, *saved[TENSORS:], *arriving, bool(needs[3]))
+    places = dict(zip(DIFFERENTIATED, found, strict=True))
+    return tuple(places[i] if i in places and needs[i] else None for i in range(OPERANDS + 1))
+
+
+TAKES_ANY = "Pass backend='reference', which builds the queries × keys matrices and takes any derivative."
+
+
+def no_forward_mode() -> BackendError:
+    """The error for a tangent, of which the operator would make zeros without a word."""
+    return BackendError(explain("Forward-mode derivatives do not pass through the tiled operator.", TAKES_ANY))
 
 
 def _refuse(_ctx: Any, *_grads: Tensor | None) -> Any:
-    fix = "Pass backend='reference', which builds the queries × keys matrices and takes any derivative."
-    raise BackendError(explain("Second derivatives do not pass through the tiled operator.", fix))
+    raise BackendError(explain("Second derivatives do not pass through the tiled operator.", TAKES_ANY))
 
 
 def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -142,6 +164,10 @@ class Transformable(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return _differentiate(ctx, *grads)
 
+    @staticmethod
+    def jvp(_ctx: Any, *_tangents: Any) -> Any:
+        raise no_forward_mode()
+
 
 class TransformableBackward(torch.autograd.Function):
     """Likewise for the backward operator."""
@@ -160,6 +186,10 @@ class TransformableBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return _refuse(ctx, *grads)
 
+    @staticmethod
+    def jvp(_ctx: Any, *_tangents: Any) -> Any:
+        raise no_forward_mode()
+
 
 @tiles.register_vmap
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -173,15 +203,15 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tupl
 def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     size = info.batch_size
     folded, batch = _fold_arguments(info, in_dims, arguments)
-    waiting = arguments[15] if in_dims[15] is None else arguments[15].movedim(in_dims[15], 0)
+    waiting = arguments[WAITING] if in_dims[WAITING] is None else arguments[WAITING].movedim(in_dims[WAITING], 0)
     # One tensor for all entries, from which each gets its part.
     together = waiting.new_zeros(1 + 2 * folded[0].shape[:3].numel() if waiting.numel() else 0)
-    folded[15] = together
+    folded[WAITING] = together
     found = tiles_backward(*folded)
-    if waiting.numel() and in_dims[15] is not None:
+    if waiting.numel() and in_dims[WAITING] is not None:
         waiting.data.copy_(_apart(together, size))
     parts = []
-    for x, place in zip(found, (0, 1, 2, 3, 6, 7), strict=True):
+    for x, place in zip(found, DIFFERENTIATED, strict=True):
         part, own = _unfold(x, size), arguments[place]
         # What an entry shares along its batch axis (a bias, a scale) was spread over it.
         shared = own is not None and x.numel() and batch != 1 and own.shape[0 if in_dims[place] is None else 1] == 1
@@ -191,7 +221,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tupl
 
 def _fold_arguments(info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> tuple[list[Any], int]:
     """The vmapped axis as a part of the batch axis."""
-    if in_dims[8] is not None:
+    if in_dims[SEED] is not None:
         raise OptionError(explain("dropout drew a seed for each entry of vmap.", "Pass one seed for all of them."))
     moved = [
         x if dim is None or not isinstance(x, Tensor) else x.movedim(dim, 0)
@@ -204,7 +234,7 @@ def _fold_arguments(info: Any, in_dims: tuple[int | None, ...], arguments: tuple
         return x.expand(info.batch_size, batch, *x.shape[2:]).reshape(info.batch_size * batch, *x.shape[2:])
 
     return [
-        fold(x, dim) if isinstance(x, Tensor) and i not in (8, 15) and x.numel() else x
+        fold(x, dim) if isinstance(x, Tensor) and i not in (SEED, WAITING) and x.numel() else x
         for i, (x, dim) in enumerate(zip(moved, in_dims, strict=True))
     ], batch
 

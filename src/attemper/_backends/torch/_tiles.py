@@ -46,6 +46,8 @@ class Call(NamedTuple):
     seed: Tensor | None
     softcap: float | None
     dropout_p: float
+    period: int
+    """Batch entries after which dropout repeats: those of one entry of vmap, which all drop alike."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -241,7 +243,7 @@ def kept(call: Call, tile: Tile, keys: Tensor) -> Tensor | None:
     b, h, i = (
         torch.arange(s.start, s.stop, device=keys.device) for s in (tile.batch, query_heads(call, tile), tile.rows)
     )
-    rows = (b[:, None, None] * heads + h[:, None]) * queries + i
+    rows = (b[:, None, None] % call.period * heads + h[:, None]) * queries + i
     rows = split(rows, 1, tile_shape(call, tile)[1:3])[..., None]
     keep: Tensor = kept_signed(rows, keys, call.dropout_p, call.seed.to(keys.device))
     return keep
@@ -255,6 +257,15 @@ def available(call: Call, stats: frozenset[str]) -> frozenset[str]:
 def empty(call: Call, name: str, shape: Sequence[int] = (0,)) -> Tensor:
     dtype = torch.int64 if name in COUNTS else call.wide
     return torch.empty(tuple(shape), dtype=dtype, device=call.q.device)
+
+
+def empty_output(call: Call, dtype: torch.dtype) -> Tensor:
+    """For the output, with heads and queries in memory as q has them: what follows often undoes a transposition."""
+    batch, heads, queries, _ = call.q.shape
+    value_dim = 0 if call.v is None else call.v.shape[-1]
+    if heads > 1 and call.q.stride(1) < call.q.stride(2):
+        return call.q.new_empty((batch, queries, heads, value_dim), dtype=dtype).transpose(1, 2)
+    return call.q.new_empty((batch, heads, queries, value_dim), dtype=dtype)
 
 
 def gradient_size(q: Tensor, stats: frozenset[str]) -> int:
