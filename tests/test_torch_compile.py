@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from attemper import AttemperError, Reading, attend, read, scaled_dot_product_attention  # noqa: E402
 from attemper._attend import Attended  # noqa: E402
-from attemper._backends.torch._backward import Saved
+from attemper._backends.torch._backward import Saved  # noqa: E402
 from attemper._backends.torch._operators import RETURNS, tiles, tiles_backward  # noqa: E402
 from attemper._reading import AFTER_BACKWARD, FIELDS  # noqa: E402
 
