@@ -365,10 +365,15 @@ TAKES_LESS = {
 }
 
 
+# From torch 2.13 on, a problem without queries, keys or batch comes back as zeros before anything is checked.
+LOOKS_AT_NOTHING = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
 @pytest.mark.parametrize("name", TAKES_LESS)
 def test_ours_refuses_what_torch_takes(name):
     theirs, (operands, keywords) = TAKES_LESS[name]
-    assert theirs(*operands, **keywords).shape[-1] == 4
+    if LOOKS_AT_NOTHING or ("no " not in name and "empty" not in name):
+        assert theirs(*operands, **keywords).shape[-1] == 4
     with pytest.raises(AttemperError):
         scaled_dot_product_attention(*operands, **keywords)
 
@@ -473,6 +478,8 @@ def test_scale_that_turns_minus_infinity_around(scale):
 def test_empty_problems_broadcast():
     """Torch returns zeros of q's shape; ours have the shape that a key would give."""
     k = normal(5, 2, 0, 4)
+    if not LOOKS_AT_NOTHING:
+        pytest.skip("this torch broadcasts")
     assert plain(Q, k, k).shape == (1, 2, 3, 4)
     assert scaled_dot_product_attention(Q, k, k).shape == plain(Q, normal(5, 2, 1, 4), normal(5, 2, 1, 4)).shape
     assert plain(Q, K[:0], V[:0]).shape == (1, 2, 3, 4)

@@ -50,11 +50,11 @@ def run(
     if problem.dropout_p:
         seed = problem.seed if isinstance(problem.seed, Tensor) else torch.tensor(as_signed(problem.seed))
     # A gradient needs the row constants of its formula, asked for or not.
-    needed = stats | {"logsumexp", "max_logit", "largest_weight"}
+    needed = {*stats, "logsumexp", "max_logit", "largest_weight"}
     if differentiable:
-        needed |= {"expected_score", "collision"}
+        needed.update(("expected_score", "collision"))
     if problem.q.dtype.itemsize == 2 and torch.is_grad_enabled() and _any_requires_grad(problem):
-        needed |= {"wide_output"}
+        needed.add("wide_output")
     found = _operator(problem)(
         _fold(problem.q, batch),
         _fold(problem.k, batch),
