@@ -24,7 +24,8 @@ ARROWS = {
     "_state": {"_arrays"},
     "_reading": {"_errors", "_arrays"},
     "_vitals": {"_errors", "_arrays", "_reading"},
-    "_backends": {"_errors", "_arrays", "_problem", "_state", "_dropout", "_memory", "_reading"},
+    "_pytree": {"_reading"},
+    "_backends": {"_errors", "_arrays", "_problem", "_state", "_dropout", "_memory", "_pytree", "_reading"},
     "_attend": {"_errors", "_arrays", "_problem", "_reading", "_backends"},
     "testing": {"_errors", "_arrays", "_problem", "_reading", "_backends"},
     "__init__": {"_attend", "_errors", "_reading", "_scale", "_vitals"},
@@ -61,14 +62,32 @@ def test_arrows_point_one_way(path):
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
-            target = (*parts[: len(parts) - node.level], *(node.module or "").split("."))
-            found.add(next(part for part in target if part))
-            own = (*parts, "")[:2] if len(parts) > 2 else ()
-            assert target[0] != "_backends" or room != "_backends" or target[:2] == own, "one backend imports another"
+            for module in [node.module] if node.module else [alias.name for alias in node.names]:
+                target = (*parts[: len(parts) - node.level], *module.split("."))
+                found.add(target[0])
+                own = parts[:2] if len(parts) > 2 else ()
+                assert target[0] != "_backends" or room != "_backends" or target[:2] == own, (
+                    "one backend imports another"
+                )
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             assert not any(name.partition(".")[0] == "attemper" for name in names), "absolute import of ourselves"
     assert found - {room} <= ARROWS[room]
+
+
+def test_rooms_open_when_used():
+    code = """
+import sys, attemper
+assert "attemper.testing" not in sys.modules
+assert attemper.testing.check_operator is sys.modules["attemper.testing"].check_operator
+try:
+    attemper.nothing
+except AttributeError as error:
+    assert str(error) == "module 'attemper' has no attribute 'nothing'"
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_public_names_are_sorted_and_there():

@@ -4,6 +4,9 @@
 queries × keys matrix.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from ._attend import Attended as Attended
 from ._attend import Trace as Trace
 from ._attend import attend as attend
@@ -24,6 +27,16 @@ from ._vitals import Vitals as Vitals
 
 __version__ = "0.1.0"
 
+_ROOMS = ("testing",)
+"""Submodules that `attemper.name` imports when it is first used."""
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "AttemperError",
     "Attended",
@@ -41,5 +54,6 @@ __all__ = [
     "read",
     "scale_for",
     "scaled_dot_product_attention",
+    "testing",
     "trace",
 ]

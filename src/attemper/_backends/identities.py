@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _pytree  # noqa: F401  (registers Reading)
 from .._errors import OptionError, explain
 from .._problem import Problem
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _pytree  # noqa: F401  (registers Reading)
 from .._dropout import as_signed, kept_signed
 from .._memory import refuse_what_does_not_fit
 from .._problem import Problem

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
+from ... import _pytree  # noqa: F401  (registers Reading)
 from ..._dropout import as_signed
 from ..._problem import Problem
-from ..._reading import AFTER_BACKWARD, LEAVES, Reading
+from ..._reading import AFTER_BACKWARD
 from ._operators import DIFFERENTIABLE, RETURNS, Transformable, functorch_level, no_forward_mode, tiles
 from ._tiles import FIELDS
-
-
-def _flatten(reading: Reading) -> tuple[list[Any], tuple[Any, ...]]:
-    names = tuple(name for name in LEAVES if reading.__dict__.get(name) is not None)
-    return [reading.__dict__[name] for name in names], (reading.backend, reading.rows, reading.awaited, names)
-
-
-def _unflatten(leaves: Iterable[Any], context: tuple[Any, ...]) -> Reading:
-    backend, rows, awaited, names = context
-    named = {name.removeprefix("_"): leaf for name, leaf in zip(names, leaves, strict=True)}
-    return Reading(backend=backend, rows=rows, awaited=awaited, **named)
-
-
-# So that vmap, compile and the like see the tensors in a Reading.
-pytree.register_pytree_node(Reading, _flatten, _unflatten, serialized_type_name="attemper.Reading")
 
 
 def unsupported(problem: Problem) -> str | None:
