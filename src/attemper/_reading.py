@@ -61,7 +61,7 @@ class Reading:
     max_logit: Array | None = None
     """The largest score."""
     logsumexp: Array | None = None
-    """ln Σ eˢ: minus the log of the softmax's denominator, in nats."""
+    """ln Σ eˢ: the log of the softmax's denominator, in nats."""
     expected_score: Array | None = None
     """Σ p·s: the score a weight falls on."""
     entropy: Array | None = None
