@@ -2,13 +2,14 @@
 
 import functools
 import json
+import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from attemper import FrameworkError, OptionError, attend
+from attemper import DtypeError, FrameworkError, OptionError, attend
 from attemper.testing import KINDS, assert_within_budget, check_operator, compare, make_inputs
 
 
@@ -188,3 +189,12 @@ def test_a_comparison_that_zeros_or_the_mean_would_pass_is_vacuous():
     truth = np.array([0.5, 0.5])
     assert compare(truth, truth, truth, dtype="float32", stand_in=0.5).vacuous
     assert not compare(truth, truth, truth, dtype="float32", stand_in=0.4).vacuous
+
+
+def test_without_ml_dtypes_there_is_no_bfloat16(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    monkeypatch.setattr("attemper.testing._operator.find_spec", lambda _: None)
+    with pytest.raises(DtypeError, match=r"pip install 'attemper\[bfloat16\]'"):
+        make_inputs(dtype="bfloat16")
+    report = check_operator(naive)
+    assert {row.dtype for row in report.rows} == {"float16", "float32", "float64"}

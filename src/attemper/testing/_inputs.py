@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._arrays import FLOATING
-from .._errors import unknown
+from .._errors import DtypeError, explain, unknown
 
 Float64 = NDArray[np.float64]
 Operands = tuple[Float64, Float64, Float64]
@@ -116,7 +116,10 @@ def dtype_for(name: str) -> Any:
     if name not in FLOATING:
         raise unknown("dtype", name, FLOATING)
     if name == "bfloat16":
-        import ml_dtypes
-
+        try:
+            import ml_dtypes
+        except ImportError:
+            headline = "bfloat16 is not a type of NumPy's own."
+            raise DtypeError(explain(headline, "Install ml_dtypes: pip install 'attemper[bfloat16]'.")) from None
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -99,7 +100,7 @@ def check_operator(
     framework: Literal["numpy", "torch"] | None = None,
     device: str = "cpu",
     backend: str | None = None,
-    dtypes: Sequence[str] = FLOATING,
+    dtypes: Sequence[str] | None = None,
     seed: int = 0,
     allowance: float = 1.0,
     progress: Callable[[int, int], None] | None = None,
@@ -115,7 +116,7 @@ def check_operator(
         framework: what to pass it; None finds out by trying.
         device: where to put torch tensors.
         backend: the name every Reading must give as its backend.
-        dtypes: the element types to try.
+        dtypes: the element types to try; None for all four, or without bfloat16 where ml_dtypes is not installed.
         seed: of the operands.
         allowance: how many error budgets to allow. One is strict: a sound kernel with a coarser exponential than
             NumPy's may need two.
@@ -123,6 +124,8 @@ def check_operator(
     """
     framework = framework or _framework_for(fn, device)
     known = {}
+    if dtypes is None:
+        dtypes = [name for name in FLOATING if name != "bfloat16" or find_spec("ml_dtypes")]
     cases = list(battery(list(dtypes), seed))
     rows = []
     for done, case in enumerate(cases):
