@@ -336,7 +336,7 @@ def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> 
         raise OptionError(explain("differentiable=True, but NumPy arrays carry no gradients.", fix))
     name, module = _pick(problem, backend)
     output, fields = module.run(problem, wanted, **({"differentiable": True} if differentiable else {}))
-    missing = [name for name in wanted if name not in fields and name not in (*AFTER_BACKWARD, "output_norm")]
+    missing = [field for field in wanted if field not in fields and field not in (*AFTER_BACKWARD, "output_norm")]
     if missing and stats != "all":
         fix = "Leave it out of stats, or pass backend='auto'."
         raise BackendError(explain(f"backend {name!r} cannot give {', '.join(sorted(missing))}.", fix))

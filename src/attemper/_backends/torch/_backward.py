@@ -19,7 +19,6 @@ from ._tiles import (
     query_heads,
     row_tiles,
     rows_of,
-    split,
     tile_scores,
     tile_shape,
     times,
@@ -84,7 +83,6 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
                 # The sink's own weight loses what the others gain.
                 add_per_head(grad_sinks, -torch.where(sink_mass > 0, sink_mass * pull, 0), call, tile)
         row = _Row(
-            logsumexp=logsumexp,
             passing=passing,
             pull=pull,
             grad_logsumexp=None if upstream.logsumexp is None else rows(upstream.logsumexp),
@@ -96,9 +94,9 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
         )
         flow = _GradientFlow(pull)
         towards_q = torch.zeros((*shape, q.shape[-1]), **like)
-        own_q = q[where].to(call.wide)
+        own_q = rows(q)
         scale = per_head(call.scale, call, tile).to(call.wide)
-        scaled_q = split(own_q, 1, shape[1:3]) * scale[..., None]
+        scaled_q = own_q * scale[..., None]
         for keys in key_tiles(call, limits):
             scores, qk, visible = tile_scores(call, tile, limits, keys)
             # Against the maximum, not the logsumexp: that one's rounding would be the weights' relative error.
@@ -133,7 +131,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
             towards_q += weigh(visible, None, own_k, grad_scores)
             grad_k[tile.batch, tile.kv_heads, keys] += transposed(grad_scores, visible, scaled_q)
         grad_q[where] = (towards_q * scale[..., None]).flatten(1, 2)
-        along = (split(own_q, 1, shape[1:3]) * towards_q).sum(-1)
+        along = (own_q * towards_q).sum(-1)
         add_per_head(grad_scale, along, call, tile)
         measured[0][where] = flow.share().flatten(1, 2)
         measured[1][where] = (along * scale).flatten(1, 2)
@@ -154,7 +152,6 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
 class _Row(NamedTuple):
     """The constants of the rows of a tile, each (batch, kv_heads, group, rows)."""
 
-    logsumexp: Tensor
     passing: Tensor  # 1 − the sink's share
     pull: Tensor  # D
     grad_logsumexp: Tensor | None

@@ -7,7 +7,7 @@ Operands have one batch axis: q (batch, heads, queries, head_dim); k and v with 
 full or 1; bounds (batch or 1, queries); scale and sinks (batch or 1, heads or 1).
 """
 
-# No `from __future__ import annotations`: the schema of an operator is read from its annotations.
+from __future__ import annotations
 
 from typing import Any
 
