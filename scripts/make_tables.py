@@ -90,12 +90,88 @@ def memory_table() -> str:
     return f"{record['machine']}.\n\n" + _table(("length", "forward", "with backward", "one matrix of scores"), rows)
 
 
+def watch_table() -> str:
+    record = json.loads((ROOT / "benchmarks/results/watch_cost.json").read_text())
+    names = {
+        "unwatched": "not watched",
+        "between samples": "watched, a call between samples",
+        "sampled": "watched, a sampled call, beside",
+        "output_attentions": "Hugging Face's `output_attentions=True`, for contrast",
+    }
+    rows = [(names[r["way"]], f"{r['time']:.2f}×", f"{r['memory_mb']:,.0f} MB") for r in record["rows"]]
+    rows.append(("watched, `every=50`, on average", f"{record['every_50']:.3f}×", ""))
+    return (
+        f"{record['model']}, forward, {record['machine']}. Between samples a call takes "
+        f"{record['added_between_samples_us']:.0f} µs longer, whatever the model.\n\n"
+        + _table(("", "time", "memory a pass adds"), rows)
+    )
+
+
+def _zoo() -> tuple[dict, list[dict]]:
+    record = json.loads((ROOT / "benchmarks/results/planted_faults.json").read_text())
+    return record, record["specimens"]
+
+
+HALVES = {"tune": "tuned on", "holdout": "held out"}
+
+
+def zoo_table() -> str:
+    """Fault, rule, and how many were found in either half."""
+    record, specimens = _zoo()
+    rows = []
+    for fault in record["table"]:
+        mine = [(s["half"], f) for s in specimens for f in s["faults"] if f["fault"] == fault["fault"]]
+        cells = []
+        for half in HALVES:
+            planted = [f for h, f in mine if h == half and "found" in f]
+            cells.append(f"{sum(f['found'] for f in planted)} of {len(planted)}")
+        hidden = sum(f.get("skipped") == "not identifiable" for _, f in mine)
+        rules = " or ".join(f"`{rule}` ({severity})" for rule, severity in fault["rules"].items())
+        rows.append((fault["fault"], fault["where"], rules, *cells, str(hidden)))
+    head = ("planted", "where", "found as (at least)", *HALVES.values(), "not identifiable")
+    return _table(head, rows)
+
+
+def zoo_summary_table() -> str:
+    """What the zoo says in three lines."""
+    _, specimens = _zoo()
+    rows = []
+    for half, title in HALVES.items():
+        mine = [s for s in specimens if s["half"] == half]
+        planted = [f for s in mine for f in s["faults"] if "found" in f]
+        alarms = sum(bool(s["healthy"]["alarms"]) for s in mine)
+        same = [s["identical"]["output"] for s in mine if s.get("identical", {}).get("output") is not None]
+        rows.append(
+            (
+                title,
+                f"{len(mine)}",
+                f"{sum(f['found'] for f in planted):,} of {len(planted):,} ({_percent(planted)})",
+                f"{alarms} of {len(mine)}",
+                f"{sum(x is True for x in same)} of {len(same)}",
+            )
+        )
+    head = ("half", "healthy models", "planted faults found", "false alarms", "same bits when watched")
+    return _table(head, rows)
+
+
+def _percent(planted: list[dict]) -> str:
+    return f"{100 * sum(f['found'] for f in planted) / max(len(planted), 1):.1f} %"
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [" | ".join(cells) for cells in (head, ["---"] * len(head), *rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
-QUICK = {"reading": reading_table, "vitals": vitals_table, "benchmark": benchmark_table, "memory": memory_table}
+QUICK = {
+    "reading": reading_table,
+    "vitals": vitals_table,
+    "benchmark": benchmark_table,
+    "memory": memory_table,
+    "watch": watch_table,
+    "zoo": zoo_table,
+    "zoo_summary": zoo_summary_table,
+}
 TABLES = {**QUICK, "torch": torch_table}
 
 

@@ -28,6 +28,8 @@ LEFT_OUT = {
     "test_docs.py",
     "test_imports.py",
     *map("test_torch_{}.py".format, ("dropin", "gradients", "compile")),
+    *map("test_watch{}.py".format, ("", "_compile", "_lineage", "_models", "_modules", "_monitor")),
+    *map("test_{}.py".format, ("check", "cli", "diagnose", "models", "report", "zoo")),
 }  # slow, or not about what the code computes
 WORKERS = 2
 

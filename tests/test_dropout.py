@@ -253,3 +253,10 @@ def test_seeds_that_are_drawn_are_many():
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 6, 4))
     drawn = {attend(q, k, v, dropout_p=0.5).output.tobytes() for _ in range(200)}
     assert len(drawn) == 200
+
+
+@pytest.mark.parametrize("backend", ["reference", "numpy"])
+def test_one_key_is_kept_or_dropped_whole(backend):
+    q, v = np.ones((1, 64, 2)), np.ones((1, 1, 2))
+    output = attend(q, q[:, :1], v, dropout_p=0.5, seed=3, backend=backend).output
+    assert set(np.unique(output)) == {0.0, 2.0}

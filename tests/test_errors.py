@@ -551,6 +551,14 @@ CASES = [
         The Reading has 4 heads, but its Site has 3.
           Pass the Site of the call that was read.
         """),
+    ("vitals-rows", lambda: Vitals.of(READING, rows=zeros(2, 4, 5)), *SHAPE, """
+        rows has shape (2, 4, 5), but the Reading's rows are (2, 5).
+          Pass one bool per batch entry and query.
+        """),
+    ("vitals-padding-weight", lambda: Vitals.of(READING, padding_weight=zeros(2, 5)), *SHAPE, """
+        padding_weight has shape (2, 5), but the Reading's is (2, 4, 5).
+          Pass one number per row.
+        """),
     ("vitals-no-visible-keys", lambda: Vitals.of(attemper.read(*QKV[:2], stats="entropy")), *OPTION, """
         The Reading has no visible_keys to weigh its rows by.
           Read with stats='all', or name 'visible_keys' among the stats.

@@ -16,6 +16,8 @@ from attemper._vitals import field_table
 
 MERGES = {name: merge for name, _, merge in field_table()}
 MEANS = tuple(name for name, merge in MERGES.items() if merge == "mean over rows")
+TOTALS = ("total_pressure", "total_pressure_spread")  # of all heads together: (1,), not (heads,)
+SPREADS = ("pressure_spread", "total_pressure_spread")
 HEADS = 3
 SITE = Site(path="layers.0.attn", heads=HEADS, head_dim=4)
 
@@ -56,7 +58,7 @@ def same(one, two, but=(), rtol=1e-12):
         if name in but:
             continue
         here, there = getattr(one, name), getattr(two, name)
-        assert here.shape == there.shape == (one.site.heads,), name
+        assert here.shape == there.shape == (1 if name in TOTALS else one.site.heads,), name
         if merge in ("sum", "max", "min"):
             np.testing.assert_array_equal(here, there, err_msg=name)
         else:
@@ -66,16 +68,19 @@ def same(one, two, but=(), rtol=1e-12):
 # --- one Reading ----------------------------------------------------------------------------------------------------
 
 
-def by_rows(reading):
+def by_rows(reading, rows=None, padding_weight=None):
     """Every field of the Vitals, head by head and row by row."""
     visible = np.asarray(reading.visible_keys)
-    expected = {name: np.full(HEADS, np.nan) for name in MERGES}
+    taken = np.ones((*visible.shape[:-2], visible.shape[-1]), dtype=bool) if rows is None else rows
+    expected = {name: np.full(1 if name in TOTALS else HEADS, np.nan) for name in MERGES}
     weights = {name: np.zeros(HEADS, dtype=int) for name in (*MEANS, "pressure")}
+    weights["total_pressure"] = np.zeros(1, dtype=int)
     for h in range(HEADS):
-        rows = visible[..., h, :].ravel()
+        rows = visible[..., h, :][taken]
 
         def column(name, h=h):
-            return np.asarray(getattr(reading, name))[..., h, :].ravel()
+            source = padding_weight if name == "padding_weight" else getattr(reading, name)
+            return np.full(taken.sum(), np.nan) if source is None else np.asarray(source)[..., h, :][taken]
 
         expected["rows"][h] = len(rows)
         expected["rows_without_keys"][h] = sum(n == 0 for n in rows)
@@ -90,25 +95,108 @@ def by_rows(reading):
             weights[name][h] = len(counted)
             if counted:
                 expected[name][h] = sum(counted) / len(counted)
-        sums = np.asarray(reading.pressure)[..., h, :].sum(axis=-1).ravel()
-        weights["pressure"][h] = len(sums)
-        expected["pressure"][h] = sums.mean()
-        expected["pressure_spread"][h] = ((sums - sums.mean()) ** 2).sum()
+    # By sequence; one of which no row is taken is none.
+    flat, whole = np.asarray(reading.pressure).reshape(-1, HEADS, taken.shape[-1]), taken.reshape(-1, taken.shape[-1])
+    sums = np.array([one[:, here].sum(axis=-1) for one, here in zip(flat, whole, strict=True) if here.any()])
+    sums = sums.reshape(-1, HEADS)
+    for name, each in (("pressure", sums), ("total_pressure", sums.sum(axis=-1, keepdims=True))):
+        weights[name][:] = len(each)
+        expected[f"{name}_spread"][:] = 0
+        if len(each):
+            expected[name] = each.mean(axis=0)
+            expected[f"{name}_spread"] = ((each - each.mean(axis=0)) ** 2).sum(axis=0)
     return expected, weights
 
 
-@given(seed=st.integers(0, 2**32 - 1), batch=st.sampled_from([(), (1,), (5,), (2, 3)]))
-def test_of_a_reading_is_its_definition(seed, batch):
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    batch=st.sampled_from([(), (1,), (5,), (2, 3)]),
+    share=st.sampled_from([None, 0.0, 0.2, 0.8, 1.0]),
+    padded=st.booleans(),
+)
+def test_of_a_reading_is_its_definition(seed, batch, share, padded):
     reading = readings(seed, batch)
-    vitals = Vitals.of(reading, SITE)
-    expected, weights = by_rows(reading)
+    rng = np.random.default_rng(seed)
+    rows = None if share is None else rng.random((*batch, 6)) < share
+    padding = rng.uniform(0, 1, (*batch, HEADS, 6)) if padded else None
+    vitals = Vitals.of(reading, SITE, rows=rows, padding_weight=padding)
+    expected, weights = by_rows(reading, rows, padding)
     assert vitals.calls == 1
     assert vitals.site is SITE
     assert set(vitals.weights) == set(weights)
     for name, values in weights.items():
         np.testing.assert_array_equal(vitals.weights[name], values, err_msg=name)
     for name, values in expected.items():
+        assert getattr(vitals, name).shape == values.shape, name
         np.testing.assert_allclose(getattr(vitals, name), values, rtol=1e-12, atol=1e-12, err_msg=name)
+
+
+@given(seed=st.integers(0, 2**32 - 1), label=st.lists(st.integers(0, 2), min_size=6, max_size=6))
+def test_rows_left_out_are_as_rows_that_never_were(seed, label):
+    reading = readings(seed)
+    padding = np.random.default_rng(seed).uniform(0, 1, reading.shape)
+    taken = np.array(label) > 0
+    some = Vitals.of(reading, SITE, rows=np.broadcast_to(taken, (5, 6)), padding_weight=padding)
+    same(some, Vitals.of(part(reading, (..., taken)), SITE, padding_weight=padding[..., taken]))
+    # Rows differ from sequence to sequence too, and the parts of any partition merge into the whole.
+    label = np.random.default_rng(seed).integers(0, 3, (5, 6))
+    sets = (Vitals.of(reading, SITE, rows=label == i, padding_weight=padding) for i in range(3))
+    whole = Vitals.of(reading, SITE, padding_weight=padding)
+    same(reduce(Vitals.merge, sets), whole, but=("calls", "pressure", *TOTALS, *SPREADS))
+    same(Vitals.of(reading, SITE, rows=np.ones((5, 6), dtype=bool), padding_weight=padding), whole)
+
+
+def test_what_a_row_of_padding_holds_reaches_nothing():
+    reading = readings(0)
+    taken = np.ones((5, 6), dtype=bool)
+    taken[:, 4:] = False
+    taken[3] = False
+    clean = Vitals.of(reading, SITE, rows=taken)
+    for name in MEASURED:
+        field = getattr(reading, name)
+        field[~np.broadcast_to(taken[:, None], field.shape)] = 99 if field.dtype.kind == "i" else np.inf
+    same(Vitals.of(reading, SITE, rows=taken), clean)
+    assert clean.rows.tolist() == [16] * HEADS
+    # The sequence without a row is no sequence.
+    assert clean.weights["pressure"].tolist() == [4] * HEADS
+    assert clean.weights["total_pressure"].tolist() == [4]
+
+
+def test_the_weight_on_padding_is_a_mean_over_rows_with_a_choice():
+    visible = np.array([[[1, 2, 8, 8, 0]], [[3, 3, 3, 3, 3]]])
+    weight = np.array([[[9, 0.25, 0.5, np.nan, 9]], [[0.0, 0, 0, 0, 1]]])
+    reading = Reading(backend="numpy", visible_keys=visible)
+    vitals = Vitals.of(reading, padding_weight=weight)
+    assert vitals.weights["padding_weight"].tolist() == [7]
+    np.testing.assert_allclose(vitals.padding_weight, 1.75 / 7)
+    rows = np.array([[True, True, False, True, True], [False, False, False, True, True]])
+    for some in (rows, torch.from_numpy(rows)):
+        vitals = Vitals.of(reading, rows=some, padding_weight=weight)
+        assert vitals.weights["padding_weight"].tolist() == [3]
+        np.testing.assert_allclose(vitals.padding_weight, 1.25 / 3)
+    unread = Vitals.of(reading)
+    assert np.isnan(unread.padding_weight).all()
+    assert unread.weights["padding_weight"].tolist() == [0]
+
+
+@pytest.mark.parametrize("shape", [(6,), (5, HEADS, 6), (6, 5), (5, 1)])
+def test_rows_are_one_bool_per_sequence_and_query(shape):
+    with pytest.raises(ShapeError, match=r"rows are \(5, 6\)"):
+        Vitals.of(readings(0), SITE, rows=np.ones(shape, dtype=bool))
+    with pytest.raises(ShapeError, match=r"rows are \(\)"):
+        Vitals.of(Reading(backend="numpy"), SITE, rows=np.ones(shape, dtype=bool))
+    if shape != (5, HEADS, 6):
+        with pytest.raises(ShapeError, match="padding_weight"):
+            Vitals.of(readings(0), SITE, padding_weight=np.ones(shape))
+
+
+@pytest.mark.parametrize("queries", [(), (HEADS,)])
+def test_rows_of_a_reading_without_a_batch(queries):
+    shape = (*queries, 6)
+    reading = Reading(backend="numpy", visible_keys=np.full(shape, 4), entropy=np.broadcast_to(np.arange(6.0), shape))
+    vitals = Vitals.of(reading, rows=np.arange(6) < 3)
+    assert set(vitals.entropy) == {1.0}
+    assert set(vitals.rows) == {3}
 
 
 def test_of_an_attended_reading_leaves_out_rows_without_a_choice():
@@ -126,11 +214,12 @@ def test_of_an_attended_reading_leaves_out_rows_without_a_choice():
     np.testing.assert_array_equal(vitals.max_logit, reading.max_logit.max(axis=(0, 2)))
     least = np.nanmin(reading.normalized_entropy, axis=(0, 2))
     np.testing.assert_array_equal(vitals.least_normalized_entropy, least)
-    for name in AFTER_BACKWARD:
+    for name in (*AFTER_BACKWARD, "total_pressure", "padding_weight"):
         assert np.isnan(getattr(vitals, name)).all()
         np.testing.assert_array_equal(vitals.weights[name], 0)
-    assert np.isnan(vitals.pressure_error).all()
-    np.testing.assert_array_equal(vitals.pressure_spread, 0)
+    for name in ("pressure", "total_pressure"):
+        assert np.isnan(getattr(vitals, f"{name}_error")).all()
+        np.testing.assert_array_equal(getattr(vitals, f"{name}_spread"), 0)
 
 
 def test_a_field_that_was_not_read_is_unknown_and_weighs_nothing():
@@ -146,7 +235,7 @@ def test_a_field_that_was_not_read_is_unknown_and_weighs_nothing():
             np.testing.assert_array_equal(values, 0, err_msg=name)
         else:
             unknown = {"max": -np.inf, "min": np.inf}.get(merge, np.nan)
-            np.testing.assert_array_equal(values, np.full(HEADS, unknown), err_msg=name)
+            np.testing.assert_array_equal(values, np.full(1 if name in TOTALS else HEADS, unknown), err_msg=name)
         if name in vitals.weights:
             np.testing.assert_array_equal(vitals.weights[name], 6 if known else 0, err_msg=name)
     # Nothing at all was measured: the Site alone says how many heads there are.
@@ -216,7 +305,24 @@ def test_pressure_is_a_mean_over_sequences_with_its_standard_error(seed, sequenc
         np.testing.assert_allclose(vitals.pressure, sums.mean(axis=0), rtol=1e-12)
         np.testing.assert_allclose(vitals.pressure_error, sums.std(axis=0, ddof=1) / sequences**0.5, rtol=1e-11)
         np.testing.assert_array_equal(vitals.weights["pressure"], sequences)
-    assert np.isnan(Vitals.of(pressed(pressure[:1])).pressure_error).all()
+        # All heads at once, sequence by sequence: their errors do not simply add.
+        together = sums.sum(axis=1)
+        assert vitals.total_pressure.shape == vitals.total_pressure_error.shape == (1,)
+        np.testing.assert_allclose(vitals.total_pressure, together.mean(), rtol=1e-12)
+        np.testing.assert_allclose(vitals.total_pressure_error, together.std(ddof=1) / sequences**0.5, rtol=1e-11)
+        np.testing.assert_allclose(vitals.total_pressure, vitals.pressure.sum(), rtol=1e-12)
+        assert vitals.weights["total_pressure"].tolist() == [sequences]
+    one = Vitals.of(pressed(pressure[:1]))
+    assert np.isnan(one.pressure_error).all()
+    assert np.isnan(one.total_pressure_error).all()
+
+
+def test_heads_that_pull_against_each_other_have_a_sure_total():
+    pressure = np.random.default_rng(0).normal(0, 1, (8, 2, 5))
+    pressure[:, 1] = 1 - pressure[:, 0]
+    vitals = Vitals.of(pressed(pressure))
+    np.testing.assert_allclose(vitals.total_pressure, 5, rtol=1e-12)
+    assert vitals.total_pressure_error.item() < 1e-12 < vitals.pressure_error.min()
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -230,6 +336,10 @@ def test_a_sequence_whose_pressure_is_not_finite_is_left_out(poison):
     np.testing.assert_allclose(vitals.pressure[1], left[:, 1].mean(), rtol=1e-12)
     np.testing.assert_allclose(vitals.pressure_error[1], left[:, 1].std(ddof=1) / 5**0.5, rtol=1e-12)
     np.testing.assert_array_equal(vitals.pressure[[0, 2]], clean.pressure[[0, 2]])
+    # The total of that sequence is unknown when one head's is.
+    assert vitals.weights["total_pressure"].tolist() == [5]
+    np.testing.assert_allclose(vitals.total_pressure, left.sum(axis=1).mean(), rtol=1e-12)
+    np.testing.assert_allclose(vitals.total_pressure_error, left.sum(axis=1).std(ddof=1) / 5**0.5, rtol=1e-12)
 
 
 # --- merging --------------------------------------------------------------------------------------------------------
@@ -258,7 +368,7 @@ def test_any_partition_of_the_rows_merges_into_the_whole(seed, label):
     sets = [np.flatnonzero(np.array(label) == i) for i in range(3)]
     merged = reduce(Vitals.merge, (Vitals.of(part(reading, (..., index)), SITE) for index in sets))
     # A sequence's pressure is the sum over its rows, so sequences must stay whole.
-    same(merged, Vitals.of(reading, SITE), but=("calls", "pressure", "pressure_spread"))
+    same(merged, Vitals.of(reading, SITE), but=("calls", "pressure", *TOTALS, *SPREADS))
 
 
 def test_batches_of_attend_merge_into_the_whole():
@@ -329,12 +439,20 @@ def test_a_record_of_another_schema_is_refused(schema):
             model_dim=512,
             scale_argument=0.125,
             effective_scale=(0.1, 0.2),
+            declared_scale=0.125,
+            declared_by="attention_multiplier",
+            projection_factor=2.0,
+            projected_head_dim=48,
+            qk_norm=True,
+            product_scale=(1.0, 0.5),
             softcap=50.0,
             dtype="bfloat16",
             mask="bias",
             causal=True,
             training=False,
+            kind="sdpa",
         ),
+        Site(heads=2, scale_argument=(0.1, 0.2), declared_scale=(0.1, 0.3), product_scale=1.0),
     ],
 )
 def test_a_site_goes_into_json_and_back(site):
@@ -346,14 +464,18 @@ def test_a_site_goes_into_json_and_back(site):
 
 
 def test_scalars_have_the_path_and_the_field_for_a_name():
-    vitals = vitals_with(SITE, 3)
+    reading = readings(3)
+    vitals = Vitals.of(reading, SITE, padding_weight=reading.largest_weight)
     scalars = vitals.to_scalars()
-    # A head may have a max_logit of NaN rows only; here every field is known in every head.
-    assert set(scalars) == {f"layers.0.attn/{name}" for name in MERGES if name != "pressure_spread"}
+    # A head may have a max_logit of NaN rows only; here every field is known in every head. The total of the pressures
+    # goes by the name of pressure.
+    logged = [name for name in MERGES if name not in (*TOTALS, *SPREADS)]
+    assert set(scalars) == {f"layers.0.attn/{name}" for name in logged}
+    assert scalars["layers.0.attn/pressure"] == pytest.approx(vitals.total_pressure.item(), rel=1e-13)
     assert all(isinstance(value, float) for value in scalars.values())
     for name, merge in MERGES.items():
         values = getattr(vitals, name)
-        if name == "pressure_spread":
+        if name not in logged:
             continue
         if merge == "sum" or name == "pressure":
             # One factor scales all heads at once, so pressures add.
@@ -367,7 +489,7 @@ def test_scalars_have_the_path_and_the_field_for_a_name():
         assert scalars[f"layers.0.attn/{name}"] == pytest.approx(expected, rel=1e-13), name
     with_heads = vitals.to_scalars(per_head=True)
     assert scalars.items() <= with_heads.items()
-    for name in MERGES.keys() - {"pressure_spread"}:
+    for name in logged:
         for head, value in enumerate(getattr(vitals, name)):
             assert with_heads[f"layers.0.attn/head_{head}/{name}"] == value
     assert len(with_heads) == (1 + HEADS) * len(scalars)
@@ -428,14 +550,28 @@ def test_the_table_says_how_every_field_merges():
     # Every field of a Reading is summed up under its own name.
     assert set(FIELDS) <= set(declared)
     vitals = vitals_with(SITE)
-    assert all(getattr(vitals, name).shape == (HEADS,) for name in declared)
+    assert all(getattr(vitals, name).shape == (1 if name in TOTALS else HEADS,) for name in declared)
     assert set(vitals.weights) == {name for name, _, merge in table if merge.startswith("mean")}
 
 
 def test_vitals_show_the_site_and_a_line_a_field():
-    lines = repr(vitals_with(SITE)).splitlines()
+    reading = readings(0)
+    lines = repr(Vitals.of(reading, SITE, padding_weight=reading.largest_weight)).splitlines()
     assert lines[0] == "Vitals(layers.0.attn; heads 3, calls 1, rows 90)"
-    assert [line.split()[0] for line in lines[1:]] == [name for name in MERGES if name != "pressure_spread"]
+    assert [line.split()[0] for line in lines[1:]] == [name for name in MERGES if name not in SPREADS]
+    assert not any("padding_weight" in line for line in repr(Vitals.of(reading, SITE)).splitlines())
     bare = repr(Vitals.of(Reading(backend="numpy"), Site(heads=2))).splitlines()
     assert bare[0] == "Vitals(no path; heads 2, calls 1, rows 0)"
     assert not any("entropy" in line for line in bare)
+
+
+def test_a_site_is_taken_to_be_plain():
+    site = Site(heads=2)
+    assert not site.causal
+    assert not site.qk_norm
+    assert {name for name, value in site.to_dict().items() if value is not None} == {
+        "path",
+        "heads",
+        "causal",
+        "qk_norm",
+    }

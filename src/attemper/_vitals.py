@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._arrays import to_numpy
+from ._arrays import Array, to_numpy
 from ._errors import OptionError, ShapeError, explain
 from ._reading import Reading, from_plain, summary, to_plain
 
@@ -31,26 +31,45 @@ class Site:
     scale_argument: float | tuple[float, ...] | None = None
     """What the call passed as scale; None for the default."""
     effective_scale: float | tuple[float, ...] | None = None
-    """What multiplies the projections' q·k in all, wherever it is applied."""
+    """What multiplies the projections' q·k in all, wherever it is applied; None where it could not be measured."""
+    declared_scale: float | tuple[float, ...] | None = None
+    """What the model's configuration, or the caller, says it should be; None where nothing is said."""
+    declared_by: str | None = None
+    """Who said so: "attention_multiplier", "query_pre_attn_scalar", …"""
+    projection_factor: float | None = None
+    """The factor put on q and k between their projections and the call; None where the projections were not seen."""
+    projected_head_dim: int | None = None
+    """What a head is wide where it leaves its projection: less than head_dim when it was padded."""
+    qk_norm: bool = False
+    """Whether q or k was normalised after its projection; the effective scale is then what follows the norm."""
+    product_scale: float | tuple[float, ...] | None = None
+    """What multiplies q·k after the product was rounded to the dtype: 1 in fused kernels, which scale before."""
     softcap: float | None = None
     dtype: str | None = None
     mask: str | None = None
     """None, "bool" or "bias"."""
     causal: bool = False
     training: bool | None = None
+    kind: str | None = None
+    """How attention was written: "sdpa", "softmax", "MultiheadAttention", "flex_attention", …"""
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {
+            name: to_plain(list(value) if isinstance(value, tuple) else value) for name, value in asdict(self).items()
+        }
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Site:
         """The Site that `to_dict` wrote."""
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {name: value for name, value in record.items() if name in known}
-        for name in ("scale_argument", "effective_scale"):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
+        for name in ("scale_argument", "effective_scale", "declared_scale", "product_scale"):
+            value = values.get(name)
+            if isinstance(value, list):
+                values[name] = tuple(float(from_plain(v)) for v in value)
+            elif isinstance(value, str):
+                values[name] = float(value)
         return cls(**values)
 
 
@@ -72,7 +91,7 @@ def _mean(meaning: str, over: str = "rows") -> Any:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Vitals:
-    """A Site and its Readings summed up per head; every field is of shape (heads,).
+    """A Site and its Readings summed up per head; every field is of shape (heads,), but `total_pressure` of (1,).
 
     Means are over the rows that had a choice (two or more visible keys) and leave out what is not finite; the rows with
     none and with one are counted apart. Vitals merge over rows, calls, steps, micro-batches and ranks: sums add,
@@ -113,12 +132,34 @@ class Vitals:
             "meaning": "Σ (pressure − mean)² over sequences; gives pressure_error",
         }
     )
+    total_pressure: PerHead = _mean("pressure of all heads together", over="sequences")
+    total_pressure_spread: PerHead = field(
+        metadata={
+            "merge": "pairwise",
+            "meaning": "Σ (total_pressure − mean)² over sequences; gives total_pressure_error",
+        }
+    )
+    padding_weight: PerHead = _mean("weight on keys that the caller's mask calls padding")
     weights: Mapping[str, PerHead] = field(repr=False)
     """For each mean, the number of rows (sequences) behind it."""
 
     @classmethod
-    def of(cls, reading: Reading, site: Site | None = None) -> Vitals:
-        """Sum up one Reading."""
+    def of(
+        cls,
+        reading: Reading,
+        site: Site | None = None,
+        *,
+        rows: Array | None = None,
+        padding_weight: Array | None = None,
+    ) -> Vitals:
+        """Sum up one Reading.
+
+        Args:
+            reading: what one call measured.
+            site: where; its head count must be the Reading's.
+            rows: bool, (*batch, queries): the rows to count; the rest, of padding, are left out. None counts all.
+            padding_weight: the weight that each row put on padding, in the Reading's shape.
+        """
         shape = reading.shape
         heads = 1 if len(shape) == 1 else shape[-2] if shape else 0
         if site is None:
@@ -126,10 +167,13 @@ class Vitals:
         if shape and site.heads != heads:
             headline = f"The Reading has {heads} heads, but its Site has {site.heads}."
             raise ShapeError(explain(headline, "Pass the Site of the call that was read."))
+        if padding_weight is not None and tuple(padding_weight.shape) != shape:
+            headline = f"padding_weight has shape {tuple(padding_weight.shape)}, but the Reading's is {shape}."
+            raise ShapeError(explain(headline, "Pass one number per row."))
 
         def columns(name: str) -> Any:
             """(sequences, heads, queries), or None."""
-            value = getattr(reading, name)
+            value = padding_weight if name == "padding_weight" else getattr(reading, name)
             if value is None:
                 return None
             array = to_numpy(value).astype(np.float64)
@@ -143,38 +187,50 @@ class Vitals:
         count = site.heads
         if visible is None:
             visible = np.zeros((0, count, 0))
+        taken = np.ones(visible.shape, dtype=bool)
+        if rows is not None:
+            wanted = (*shape[:-2], *shape[-1:])
+            if tuple(rows.shape) != wanted:
+                headline = f"rows has shape {tuple(rows.shape)}, but the Reading's rows are {wanted}."
+                raise ShapeError(explain(headline, "Pass one bool per batch entry and query."))
+            taken &= to_numpy(rows).astype(bool).reshape(visible.shape[0], 1, visible.shape[2])
         values: dict[str, Any] = {
-            "rows": np.full(count, visible.shape[0] * visible.shape[2]),
-            "rows_without_keys": (visible == 0).sum(axis=(0, 2)),
-            "rows_with_one_key": (visible == 1).sum(axis=(0, 2)),
+            "rows": taken.sum(axis=(0, 2)),
+            "rows_without_keys": (taken & (visible == 0)).sum(axis=(0, 2)),
+            "rows_with_one_key": (taken & (visible == 1)).sum(axis=(0, 2)),
         }
         weights: dict[str, PerHead] = {}
         for name, merge in _MERGES.items():
             if name in values or merge == "pairwise":
                 continue
-            source = "normalized_entropy" if name == "least_normalized_entropy" else name
+            source = {"least_normalized_entropy": "normalized_entropy", "total_pressure": "pressure"}.get(name, name)
             column = columns(source)
             if column is None:
                 column = np.zeros((0, count, 0))
+            among = taken if column.shape == visible.shape else np.ones(column.shape, dtype=bool)
             if merge == "sum":
-                values[name] = column.sum(axis=(0, 2)).astype(np.int64)
+                values[name] = np.where(among, column, 0).sum(axis=(0, 2)).astype(np.int64)
             elif merge == "max":
-                values[name] = np.fmax.reduce(column, axis=(0, 2), initial=-np.inf)
+                values[name] = np.fmax.reduce(np.where(among, column, np.nan), axis=(0, 2), initial=-np.inf)
             elif merge == "min":
-                values[name] = np.fmin.reduce(column, axis=(0, 2), initial=np.inf)
+                values[name] = np.fmin.reduce(np.where(among, column, np.nan), axis=(0, 2), initial=np.inf)
             elif merge == "mean over rows":
-                counted = np.isfinite(column)
+                counted = np.isfinite(column) & among
                 if column.shape == visible.shape:
                     counted &= visible > 1
                 weights[name] = counted.sum(axis=(0, 2))
                 values[name] = _divide(np.where(counted, column, 0).sum(axis=(0, 2)), weights[name])
             else:
-                per_sequence = column.sum(axis=2)
-                counted = np.isfinite(per_sequence)
+                per_sequence = np.where(among, column, 0).sum(axis=2)
+                if name == "total_pressure":
+                    per_sequence = per_sequence.sum(axis=1, keepdims=True)
+                    among = np.any(among, axis=1, keepdims=True)
+                # A sequence of padding alone is none.
+                counted = np.isfinite(per_sequence) & np.any(among, axis=2)
                 weights[name] = counted.sum(axis=0)
                 values[name] = _divide(np.where(counted, per_sequence, 0).sum(axis=0), weights[name])
                 apart = np.where(counted, per_sequence, values[name]) - values[name]
-                values["pressure_spread"] = np.where(weights[name] > 0, (apart**2).sum(axis=0), 0)
+                values[f"{name}_spread"] = np.where(weights[name] > 0, (apart**2).sum(axis=0), 0)
         return cls(site=site, calls=1, weights=weights, **values)
 
     def merge(self, other: Vitals) -> Vitals:
@@ -198,9 +254,10 @@ class Vitals:
                 weights[name] = here + there
                 values[name] = _divide(_times(one, here) + _times(two, there), weights[name])
             else:
-                here, there = self.weights["pressure"], other.weights["pressure"]
+                mean = name.removesuffix("_spread")
+                here, there = self.weights[mean], other.weights[mean]
                 both = (here > 0) & (there > 0)
-                delta = np.where(both, other.pressure - self.pressure, 0)
+                delta = np.where(both, getattr(other, mean) - getattr(self, mean), 0)
                 share = here * there / np.maximum(here + there, 1)
                 values[name] = one + two + delta**2 * share
         return Vitals(site=self.site, calls=self.calls + other.calls, weights=weights, **values)
@@ -208,8 +265,16 @@ class Vitals:
     @property
     def pressure_error(self) -> PerHead:
         """The standard error of `pressure` over sequences; NaN with fewer than two."""
-        n = self.weights["pressure"]
-        variance = _divide(self.pressure_spread, np.where(n > 1, n * (n - 1), 0))
+        return self._error("pressure")
+
+    @property
+    def total_pressure_error(self) -> PerHead:
+        """The standard error of `total_pressure` over sequences; NaN with fewer than two."""
+        return self._error("total_pressure")
+
+    def _error(self, name: str) -> PerHead:
+        n = self.weights[name]
+        variance = _divide(getattr(self, f"{name}_spread"), np.where(n > 1, n * (n - 1), 0))
         return np.asarray(np.sqrt(variance))
 
     def to_scalars(self, *, per_head: bool = False) -> dict[str, float]:
@@ -220,7 +285,8 @@ class Vitals:
         prefix = f"{self.site.path}/" if self.site.path else ""
         scalars: dict[str, float] = {}
         for name, merge in _MERGES.items():
-            if merge == "pairwise":
+            # Over the heads the pressures add, which is their total; that has no heads.
+            if merge == "pairwise" or name == "total_pressure":
                 continue
             values = getattr(self, name).astype(np.float64)
             known = np.isfinite(values)
@@ -280,7 +346,7 @@ class Vitals:
         shown = [
             f"  {name:<24}  {summary(getattr(self, name))}"
             for name in _MERGES
-            if name != "pressure_spread" and np.isfinite(getattr(self, name)).any()
+            if not name.endswith("_spread") and np.isfinite(getattr(self, name)).any()
         ]
         return "\n".join([head, *shown])
 

@@ -86,7 +86,7 @@ def _has_tangent(x: Any) -> bool:
     functorch = torch._C._functorch  # noqa: SLF001
     while functorch.is_batchedtensor(x):  # vmap's own layer cannot be asked
         x = functorch.get_unwrapped(x)
-    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _fold(x: Tensor, batch: tuple[int, ...]) -> Tensor:

@@ -98,8 +98,27 @@ def key_tiles(call: Call, limits: tuple[Tensor, Tensor] | None) -> Iterator[slic
 
 
 def _sizes(q: Tensor) -> tuple[int, int, int]:
-    """Queries and keys of a tile, and the most scores of all heads in it: one cache on a CPU, many cores elsewhere."""
-    return (128, 512, 2**18) if q.device.type == "cpu" else (1024, 2048, 2**24)
+    """Queries and keys of a tile, and the most scores of all heads in it: a cache on a CPU, many cores elsewhere.
+
+    On a CPU a tile is worth the calls to torch that it takes, and of few queries, for the sake of causal masks.
+    """
+    if q.device.type != "cpu":
+        return 1024, 2048, 2**24
+    heads = q.shape[0] * q.shape[1]
+    return min(max(512 // max(heads, 1), 64), 256), 1024, 2**20
+
+
+def room(call: Call) -> Tensor:
+    """Memory for the scores of any tile of the call, twice.
+
+    Kept from tile to tile: an array that is allocated anew has its pages zeroed by the system, which takes as long as
+    all that is then done with it.
+    """
+    batch, _, queries, _ = call.q.shape
+    query_tile, key_tile, most = _sizes(call.q)
+    least = call.group * min(queries, query_tile) * min(call.k.shape[2], key_tile)
+    size = min(max(least, most), least * batch * call.k.shape[1])
+    return torch.empty((2, size), dtype=call.wide, device=call.q.device)
 
 
 def steps(start: int, stop: int, step: int) -> Iterator[slice]:
@@ -172,11 +191,7 @@ def tile_scores(
     call: Call, tile: Tile, limits: tuple[Tensor, Tensor] | None, keys: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scores and scaled q·k, (batch, kv_heads, group, rows, keys), and which of them are visible (None for all)."""
-    shape = tile_shape(call, tile)
-    own = call.q[tile.batch, query_heads(call, tile), tile.rows].to(call.wide)
-    q = split(own, 1, shape[1:3]) * per_head(call.scale, call, tile).to(call.wide)[..., None]
-    k = call.k[tile.batch, tile.kv_heads, keys].to(call.wide)
-    qk = times(q, k.mT)
+    qk = products(call, tile, keys)
     scores = qk
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(qk / call.softcap)
@@ -184,19 +199,41 @@ def tile_scores(
     if limits is not None:
         first, stop = limits
         if int(first.max()) > keys.start or int(stop.min()) < keys.stop:
-            index = torch.arange(keys.start, keys.stop, device=q.device)
-            first, stop = (x.to(q.device)[:, None, None, :, None] for x in limits)
-            visible = ((first <= index) & (index < stop)).expand(scores.shape)
+            visible = within(limits, keys, qk.device).expand(scores.shape)
     if call.mask is not None:
-        mask = _part_of_mask(call.mask, call, tile, keys)
-        mask = split(mask, 1, (1, 1) if mask.shape[1] == 1 else shape[1:3])
-        shown = mask
-        if mask.dtype != torch.bool:
-            # Asked of the mask as it came: a finite number may become −inf in the narrower type and hides nothing.
-            shown = mask != -math.inf
-            scores = scores + mask.to(call.wide)
+        bias, shown = tile_mask(call.mask, call, tile, keys)
+        if bias is not None:
+            scores = scores + bias.to(call.wide)
         visible = (shown if visible is None else visible & shown).expand(scores.shape)
     return scores, qk, visible
+
+
+def products(call: Call, tile: Tile, keys: slice, out: Tensor | None = None) -> Tensor:
+    """Scaled q·k of a tile, (batch, kv_heads, group, rows, keys); in the memory of `out`, where that is given."""
+    own = call.q[tile.batch, query_heads(call, tile), tile.rows].to(call.wide)
+    q = split(own, 1, tile_shape(call, tile)[1:3]) * per_head(call.scale, call, tile).to(call.wide)[..., None]
+    k = call.k[tile.batch, tile.kv_heads, keys].to(call.wide)
+    if out is None:
+        return times(q, k.mT)
+    torch.bmm(q.flatten(2, 3).flatten(0, 1), k.flatten(0, 1).mT, out=out.flatten(2, 3).flatten(0, 1))
+    return out
+
+
+def within(limits: tuple[Tensor, Tensor], keys: slice, device: torch.device) -> Tensor:
+    """(batch or 1, 1, 1, rows, keys): whether a key lies between the bounds of a row."""
+    index = torch.arange(keys.start, keys.stop, device=device)
+    first, stop = (x.to(device)[:, None, None, :, None] for x in limits)
+    return (first <= index) & (index < stop)
+
+
+def tile_mask(mask: Tensor, call: Call, tile: Tile, keys: slice) -> tuple[Tensor | None, Tensor]:
+    """What a mask adds to the scores of a tile, if anything, and which of them it shows; axes may be 1."""
+    mask = _part_of_mask(mask, call, tile, keys)
+    mask = split(mask, 1, (1, 1) if mask.shape[1] == 1 else tile_shape(call, tile)[1:3])
+    if mask.dtype == torch.bool:
+        return None, mask
+    # Asked of the mask as it came: a finite number may become −inf in the narrower type and hides nothing.
+    return mask, mask != -math.inf
 
 
 def times(rows: Tensor, columns: Tensor) -> Tensor:

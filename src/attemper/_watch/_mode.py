@@ -1,0 +1,325 @@
+"""Every torch operation of a watched pass goes through here: fused calls, softmaxes, and what leads up to them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+
+from .._attend import attend
+from ._foreign import FOREIGN, flex_scores
+from ._lineage import Projected, Scores, Weights, tensors, version
+from ._record import Record, Written, await_gradients, hide_minima, read_beside, when_differentiated
+from ._shapes import Four, four_axes, head_count, kind_of, shaped
+
+if TYPE_CHECKING:
+    from ._session import Session
+
+
+class Mode(TorchFunctionMode):
+    """Sees every torch operation of the thread it is entered in."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        session = self.session
+        name = getattr(func, "__name__", "").split(".")[0].removeprefix("special_")
+        if name == "scaled_dot_product_attention":
+            return self._fused(func, args, kwargs)
+        if session.factor != 1 and name == "flex_attention":
+            args = (*args[:5], args[5] * session.factor, *args[6:])
+        elif session.factor != 1 and name in FOREIGN:
+            session.unprobed.add(session.place[0])
+        softmax = self._written(args, kwargs) if name in ("softmax", "_softmax", "softmax_") else None
+        if softmax is not None and session.factor != 1:
+            args, kwargs = self._reheated(softmax, args, kwargs)
+        result = func(*args, **kwargs)
+        try:
+            if softmax is not None:
+                self._after_softmax(softmax, result)
+            elif name in ("softmax", "_softmax", "log_softmax"):
+                self._other_softmax(args[0] if args else kwargs["input"], result)
+            elif session.reading and name in FOREIGN:
+                self._foreign(name, args, kwargs)
+            elif session.reading and name == "flex_attention":
+                self._flex(args, kwargs, result)
+            else:
+                self._follow(name, args, kwargs, result)
+        except Exception as error:
+            session.note(session.place[0], error)
+        return result
+
+    def _follow(self, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        lineage = self.session.lineage
+        if name in ("matmul", "__matmul__", "bmm", "einsum"):
+            for x in tensors(args, kwargs):
+                tag = lineage.get(x)
+                if not isinstance(tag, Weights):
+                    continue
+                if tag.record is not None:
+                    tag.record.look_at_output(result)
+                elif tag.unseen:
+                    reason = "it weighs values by a softmax, but what its scores are made of was not seen"
+                    self.session.unseen.setdefault(self.session.place[0], reason)
+        lineage.follow(name, args, kwargs, result)
+
+    def _other_softmax(self, given: Tensor, result: Tensor) -> None:
+        """One whose scores were not seen being made; over the outputs of a projection it is a router or classifier."""
+        tag = self.session.lineage.get(given)
+        choosing = isinstance(tag, Projected) and tag.own is not None and tag.own.root.outputs == given.shape[-1]
+        if result.dim() >= 3 and not choosing:
+            self.session.lineage.set(result, Weights(None, unseen=True))
+
+    # -- fused ------------------------------------------------------------------------------------------------------
+
+    def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
+        session = self.session
+        if session.factor != 1:
+            scale = kwargs.get("scale")
+            query = args[0] if args else kwargs["query"]
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            return func(*args, **{**kwargs, "scale": scale * session.factor})
+        if not session.reading:
+            return func(*args, **kwargs)
+        if session.inside:
+            try:
+                return self._inside(args, kwargs)
+            except Exception as error:
+                session.note(session.place[0], error)
+        result = func(*args, **kwargs)
+        try:
+            self._beside(result, *args, **kwargs)
+        except Exception as error:
+            session.note(session.place[0], error)
+        return result
+
+    def _beside(
+        self,
+        output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,  # noqa: ARG002
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        session = self.session
+        call = Four(query, key, value, output, attn_mask, session.place[1])
+        number = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        site = session.site(
+            call.q,
+            call.k,
+            kind="sdpa",
+            scale=number,
+            scale_argument=scale,
+            product_scale=1.0,
+            traced=(query, key),
+            mask=kind_of(attn_mask),
+            causal=is_causal,
+        )
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        record = Record(site, read_beside(call.q, call.k, call.mask, options), of_model=session.sequences)
+        record.look_at_output(call.output)
+        session.look_at_padding(record, call.q, call.k, call.mask, options)
+
+        if torch.is_grad_enabled():
+            fit = functools.partial(shaped, call.q)
+            await_gradients(record, session, query, output, fit, call, options)
+        session.add(record)
+
+    def _inside(self, args: Any, kwargs: Any) -> Tensor:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        query, key, value = (given.pop(name) for name in names[:3])
+        session = self.session
+        mask = given.get("attn_mask")
+        hidden = hide_minima(mask)
+        if hidden is not None and hidden is not mask and bool(torch.isneginf(hidden).all(-1).any()):
+            # A row of nothing but finite minima is a mean over all values, which hiding them would turn into zeros.
+            message = "a row of the mask hides every key by a finite minimum; such a call is read beside"
+            raise ValueError(message)
+        four = Four(query, key, value, query, hidden, session.place[1])
+        output, reading = attend(four.q, four.k, four.v, **{**given, "attn_mask": four.mask})
+        scale = given.get("scale")
+        site = session.site(
+            four.q,
+            four.k,
+            kind="sdpa",
+            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+            scale_argument=scale,
+            product_scale=1.0,
+            traced=(query, key),
+            mask=kind_of(mask),
+            causal=bool(given.get("is_causal", False)),
+        )
+        record = Record(site, reading, of_model=session.sequences)
+        options = {name: given[name] for name in ("is_causal", "scale", "enable_gqa") if name in given}
+        session.look_at_padding(record, four.q, four.k, four.mask, options)
+        session.add(record)
+        result: Tensor = output.reshape(*query.shape[:-1], output.shape[-1])
+        return result
+
+    # -- written out ------------------------------------------------------------------------------------------------
+
+    def _written(self, args: Any, kwargs: Any) -> tuple[Scores, Tensor] | None:
+        """The scores that a softmax over the last axis takes, where they were seen being made."""
+        scores = args[0] if args else kwargs.get("input")
+        tag = self.session.lineage.get(scores)
+        if not isinstance(tag, Scores) or not isinstance(scores, Tensor) or scores.dim() < 2:
+            return None
+        axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return (tag, scores) if axis in (-1, scores.dim() - 1) else None
+
+    def _explicit(self, tag: Scores, scores: Tensor) -> tuple[Written, tuple[int, ...]]:
+        heads = head_count(self.session.place[1])
+        if tag.shift is not None:
+            scores = scores + tag.shift
+        if tag.sinks is not None:
+            scores = scores[..., :-1]
+        shape = four_axes(tuple(scores.shape), heads)
+        product = tag.product
+        if product is not None and version(product) != tag.version:
+            product = None
+        sinks = None if tag.sinks is None else tag.sinks.detach().float().reshape(shape[:3])
+        written = Written(scores.detach().reshape(shape), tag.q, tag.k, product, tag.factor, tag.softcap, sinks)
+        return written, shape
+
+    def _reheated(self, softmax: tuple[Scores, Tensor], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of the softmax with the scale multiplied and all else in the scores left alone."""
+        tag, scores = softmax
+        written, shape = self._explicit(tag, scores)
+        scaled = written.scaled()
+        moved = written.capped(scaled * self.session.factor) - written.capped(scaled)
+        moved = moved.reshape(*scores.shape[:-1], shape[-1])
+        if tag.sinks is not None:
+            moved = functional.pad(moved, (0, 1))
+        heated = (scores.detach().float() + moved).to(scores.dtype)
+        return ((heated, *args[1:]), kwargs) if args else (args, {**kwargs, "input": heated})
+
+    def _after_softmax(self, softmax: tuple[Scores, Tensor], weights: Tensor) -> None:
+        session = self.session
+        tag, scores = softmax
+        session.lineage.set(weights, Weights(None))
+        if not session.reading:
+            return
+        written, shape = self._explicit(tag, scores)
+        batch, heads, queries, keys = shape
+        q = tag.q.detach().reshape(batch, heads, queries, -1) if tag.q.numel() else tag.q
+        scale: Any = tag.factor
+        if isinstance(scale, Tensor):
+            scale = tuple(float(x) for x in scale.flatten())
+        site = session.site(
+            q,
+            q.new_empty((batch, heads, keys, 0)),
+            kind="softmax",
+            scale=scale,
+            scale_argument=scale,
+            product_scale=scale,
+            traced=(tag.q, tag.k),
+            softcap=tag.softcap,
+            mask=None,
+            causal=False,
+        )
+        record = Record(site, written.read(), of_model=session.sequences)
+        padding = session.padding_of(site, batch, queries, keys)
+        if padding is not None:
+            own = weights.detach()[..., : shape[-1]].float().reshape(shape)
+            record.padding_weight = (own * padding[:, None, None].to(own.dtype)).sum(-1)
+            if queries == keys:
+                record.rows = padding.logical_not()
+
+        def of_weights(grad: Tensor) -> None:
+            record.pressure, record.gradient_flow = written.gradients(weights, grad)
+
+        when_differentiated(record, weights, session, of_weights)
+        session.lineage.set(weights, Weights(record))
+        session.add(record)
+
+    # -- other people's kernels -------------------------------------------------------------------------------------
+
+    def _foreign(self, name: str, args: Any, kwargs: Any) -> None:
+        q, k, options = FOREIGN[name](args, kwargs)
+        kind = name.lstrip("_")
+        self.session.add(
+            self.of_operands(q, k, kind=kind, mask=None, options=options, traced=tensors(args, kwargs)[:2])
+        )
+
+    def _flex(self, args: Any, kwargs: Any, result: Any) -> None:
+        session = self.session
+        q, k, scores, scaled, scale = flex_scores(*args, **kwargs)
+        site = session.site(
+            q, k, kind="flex_attention", scale=scale, scale_argument=scale, product_scale=1.0, traced=args[:2]
+        )
+        group = q.shape[1] // k.shape[1]
+        keys = k.repeat_interleave(group, 1) if group > 1 else k
+        written = Written(scores, q, keys, scaled / scale if scale else None, scale, None)
+        record = Record(site, written.read(), of_model=session.sequences)
+        query = args[0]
+        record.look_at_output(result[0] if isinstance(result, tuple) else result)
+
+        def of_q(grad: Tensor) -> None:
+            record.pressure = (query.detach().float() * grad.detach().float()).sum(-1)
+
+        when_differentiated(record, query, session, of_q)
+        session.add(record)
+
+    def of_operands(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        kind: str,
+        mask: Tensor | None,
+        options: dict[str, Any],
+        traced: Sequence[Tensor] | None = None,
+    ) -> Record:
+        """The Record of a kernel of which only the operands are known."""
+        session = self.session
+        scale = options.get("scale")
+        site = session.site(
+            q,
+            k,
+            kind=kind,
+            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            scale_argument=scale,
+            product_scale=1.0,
+            traced=traced,
+            softcap=options.get("softcap"),
+            mask=kind_of(mask),
+            causal=bool(options.get("is_causal", False)),
+        )
+        options = {**options, "enable_gqa": q.shape[1] != k.shape[1]}
+        record = Record(site, read_beside(q, k, mask, options), of_model=session.sequences)
+        session.look_at_padding(record, q, k, mask, options)
+        return record
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Out of the stack of modes, whose mere presence turns off the fast paths of torch's modules."""
+        if self not in _get_current_function_mode_stack():
+            yield  # inside one of them already
+            return
+        above = []
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in above:
+                _pop_mode()
+            for mode in (self, *reversed(above)):
+                _push_mode(mode)

@@ -1,0 +1,329 @@
+"""`watch`: the Vitals of a model over a run, from a sample of its calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from .._diagnose import diagnose
+from .._errors import FrameworkError, OptionError, brief, explain, unknown
+from .._finding import Finding
+from .._vitals import Vitals
+from ._declared import Declared, looks_trained, require_declared
+from ._override import override
+from ._session import Session
+
+SCHEMA = "attemper.sample/1"
+
+OBSERVE = ("beside", "inside")
+
+_WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Sample(NamedTuple):
+    """The Vitals of one step, by path."""
+
+    step: int
+    vitals: Mapping[str, Vitals]
+
+
+class Monitor:
+    """The Vitals of a model that is being watched; a context manager, or call `stop`.
+
+    Made by `attemper.watch`.
+    """
+
+    history: deque[Sample]
+    """The samples so far, the newest last; the oldest are dropped after `keep`."""
+    unseen: dict[str, str]
+    """Paths of what looks like attention and could not be read, and why not."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int,
+        observe: str,
+        log: Any,
+        callbacks: Any,
+        micro_batches: int,
+        declared_scale: Declared,
+        keep: int,
+    ) -> None:
+        _require_module(model)
+        if model in _WATCHED:
+            raise OptionError(explain("The model is watched already.", "Stop the Monitor that watches it first."))
+        if observe not in OBSERVE:
+            raise unknown("observe", observe, OBSERVE)
+        for name, value in (("every", every), ("micro_batches", micro_batches), ("keep", keep)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(explain(f"{name} is {brief(value)}.", "Pass a whole number of at least 1."))
+        if log is not None and not callable(log) and not isinstance(log, (str, Path)):
+            fix = "Pass a function of (scalars, step), or the path of a file to append to."
+            raise OptionError(explain(f"log is {brief(log)}.", fix))
+        if not isinstance(callbacks, (tuple, list)) or not all(map(callable, callbacks)):
+            fix = "Pass a list of functions of the Monitor."
+            raise OptionError(explain(f"callbacks is {brief(callbacks)}.", fix))
+        require_declared(declared_scale)
+        self.model = model
+        self.every = every
+        self.micro_batches = micro_batches
+        self.history = deque(maxlen=keep)
+        self.unseen = {}
+        self._inside = observe == "inside"
+        self._log = log
+        self._callbacks = tuple(callbacks)
+        self._declared = declared_scale
+        self._calls = 0
+        self._open: tuple[int, list[Session]] | None = None
+        self._warned = False
+        self._lock = threading.RLock()
+        self._undo: Callable[[], None] | None = _enter_model(model, self)
+        _WATCHED.add(model)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far, sampled or not."""
+        return -(-self._calls // self.micro_batches)
+
+    @property
+    def vitals(self) -> dict[str, Vitals]:
+        """The Vitals of the newest sample, by path, with as much as its backward pass has given so far."""
+        with self._lock:
+            if self._open is not None:
+                return _merged(self._open[1])
+            return dict(self.history[-1].vitals) if self.history else {}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What `diagnose` says of the newest sample, and of the run so far."""
+        vitals = self.vitals
+        earlier = [sample.vitals.values() for sample in self.history]
+        # While it learns, no pressure is expected to be zero.
+        training = any(v.site.training for v in vitals.values())
+        trained = None if training else looks_trained(self.model)
+        return diagnose(vitals.values(), history=earlier, trained=trained, unseen=self.unseen)
+
+    def to_scalars(self, *, per_head: bool = False) -> dict[str, float]:
+        """A flat dict of the newest sample for any logger: `path/field`."""
+        scalars: dict[str, float] = {}
+        for vitals in self.vitals.values():
+            scalars |= vitals.to_scalars(per_head=per_head)
+        return scalars
+
+    def stop(self) -> None:
+        """Let go of the model and hand the last sample on; a second call does nothing."""
+        with self._lock:
+            self._close()
+            if self._undo is not None:
+                self._undo()
+                self._undo = None
+                _WATCHED.discard(self.model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        state = "watching" if self._undo is not None else "stopped"
+        return f"Monitor({type(self.model).__name__}; {state}, steps {self.steps}, samples {len(self.history)})"
+
+    def _begin(self) -> tuple[int, Session | None]:
+        """The step that a call belongs to, and a session if that is to be sampled."""
+        with self._lock:
+            step = self._calls // self.micro_batches
+            self._calls += 1
+            if self._open is not None and self._open[0] != step:
+                self._close()
+            if step % self.every:
+                return step, None
+            return step, Session(
+                self.model,
+                failed=self._failed,
+                arrived=_once_after_backward(self._backward_ended),
+                inside=self._inside,
+                declared=self._declared,
+            )
+
+    def _sampled(self, step: int, session: Session, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        result = session.run(forward, args, kwargs)
+        with self._lock:
+            if self._open is None or self._open[0] != step:
+                self._open = (step, [])
+            self._open[1].append(session)
+            for record in session.records:
+                self.unseen.pop(record.site.path, None)
+            for path, reason in session.unseen.items():
+                # Why reading it failed says more than that nothing was seen.
+                self.unseen.setdefault(path, reason)
+        return result
+
+    def _backward_ended(self) -> None:
+        with self._lock:
+            if self._open is not None and len(self._open[1]) >= self.micro_batches:
+                self._close()
+
+    def _close(self) -> None:
+        """Sum the open sample up and hand it on."""
+        if self._open is None:
+            return
+        step, sessions = self._open
+        self._open = None
+        for session in sessions:
+            session.release()
+        tasks: list[Callable[[], object]] = [lambda: self.history.append(Sample(step, _merged(sessions)))]
+        if callable(self._log):
+            log = self._log
+            tasks.append(lambda: log(self.to_scalars(), step))
+        elif self._log is not None:
+            path = Path(self._log)
+            tasks.append(lambda: _append(path, self.history[-1]))
+        tasks.extend(functools.partial(callback, self) for callback in self._callbacks)
+        for task in tasks:
+            try:
+                task()
+            except Exception as error:
+                self._failed("", error)
+
+    def _failed(self, path: str, error: Exception) -> None:
+        """One warning for all failures of ours; the run goes on."""
+        if path:
+            self.unseen[path] = f"reading it failed: {type(error).__name__}: {error}"
+        if self._warned:
+            return
+        self._warned = True
+        where = f" at {path}" if path else ""
+        message = f"attemper could not watch{where}: {type(error).__name__}: {error}. The model itself is not affected."
+        # Where warnings are errors, ours still must not end the run.
+        with contextlib.suppress(RuntimeWarning):
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def watch(
+    model: nn.Module,
+    *,
+    every: int = 50,
+    observe: str = "beside",
+    log: Callable[[dict[str, float], int], object] | str | Path | None = None,
+    callbacks: Sequence[Callable[[Monitor], object]] = (),
+    micro_batches: int = 1,
+    declared_scale: Declared = None,
+    keep: int = 1000,
+) -> Monitor:
+    """Watch the attention of any PyTorch model while it runs.
+
+    On one call in `every`, the first included, each attention call inside is read: its Vitals per head, named by the
+    path of the module. By default the model's own kernels run untouched, bit for bit, and the Reading is taken beside
+    them; the calls between cost nothing that can be measured. A failure of ours becomes one warning and the call goes
+    through. A compiled model runs uncompiled on the sampled calls, since what a compiler fused cannot be looked into.
+
+    Args:
+        model: any nn.Module; compiled or not. `torch.compile(model, fullgraph=True)` must come before `watch`.
+        every: sample one step in so many.
+        observe: "beside" the model's own kernels, or "inside": fused calls run on attemper's operator, in one pass.
+        log: called with (scalars, step) after each sample, as wandb.log is; or a file to which each sample is appended
+            as a line of JSON.
+        callbacks: each called with the Monitor after a sample.
+        micro_batches: forward calls that make up one step; their Vitals are merged.
+        declared_scale: the scale the model means to use where that is not 1/√d_k and its configuration does not say so:
+            a number, a dict by path, or a function of the path.
+        keep: samples kept in `history`.
+
+    >>> import torch
+    >>> layer = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    >>> with watch(layer, every=1) as monitor:
+    ...     _ = layer(torch.randn(2, 10, 32))
+    >>> monitor.vitals["self_attn"].rows.tolist()
+    [20, 20, 20, 20]
+    """
+    return Monitor(
+        model,
+        every=every,
+        observe=observe,
+        log=log,
+        callbacks=callbacks,
+        micro_batches=micro_batches,
+        declared_scale=declared_scale,
+        keep=keep,
+    )
+
+
+def _require_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        fix = "Pass the torch.nn.Module itself."
+        raise FrameworkError(explain(f"model is {brief(model)}, not a torch module.", fix))
+
+
+def _enter_model(model: nn.Module, monitor: Monitor) -> Callable[[], None]:
+    """Have the model's calls go through the Monitor; returns what undoes it."""
+    begin: Any = torch.compiler.disable(monitor._begin)  # noqa: SLF001
+    sampled: Any = torch.compiler.disable(monitor._sampled)  # noqa: SLF001
+
+    def entry(forward: Callable[..., Any], eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        step, session = begin()
+        return forward(*args, **kwargs) if session is None else sampled(step, session, eager, args, kwargs)
+
+    # Its own frame is never compiled, but what it calls may be.
+    entry = torch.compiler.disable(entry, recursive=False)
+    compiled = model.__dict__.get("_compiled_call_impl")
+    if compiled is not None:
+        # Compiled in place: what is hung into its inside would be baked in, or ignored.
+        return _replace(model, "_compiled_call_impl", compiled, lambda *a, **k: entry(compiled, model._call_impl, a, k))  # noqa: SLF001
+    own = model.__dict__.get("forward")
+    if own is not None:
+        return _replace(model, "forward", own, functools.wraps(own)(lambda *a, **k: entry(own, own, a, k)))
+
+    def through(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return entry(forward, forward, args, kwargs) if module is model else forward(*args, **kwargs)
+
+    return override(model, through)
+
+
+def _replace(model: nn.Module, name: str, was: Any, by: Any) -> Callable[[], None]:
+    """Set an attribute that is there already; returns what sets it back."""
+    setattr(model, name, by)
+    return lambda: setattr(model, name, was)
+
+
+def _once_after_backward(ended: Callable[[], None]) -> Callable[[], None]:
+    queued = False
+
+    def arrived() -> None:
+        nonlocal queued
+        if not queued:
+            queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(ended)  # noqa: SLF001
+
+    return arrived
+
+
+def _merged(sessions: Sequence[Session]) -> dict[str, Vitals]:
+    found: dict[str, Vitals] = {}
+    for session in sessions:
+        for record in session.records:
+            vitals = record.vitals()
+            path = vitals.site.path
+            found[path] = found[path].merge(vitals) if path in found else vitals
+    return found
+
+
+def _append(path: Path, sample: Sample) -> None:
+    line = {"schema": SCHEMA, "step": sample.step, "vitals": [v.to_dict() for v in sample.vitals.values()]}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")

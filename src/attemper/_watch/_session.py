@@ -1,0 +1,364 @@
+"""Seeing every attention call of one forward pass, however it is written, without changing a bit of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _pop_mode, _push_mode
+
+from .._vitals import Site
+from ._declared import Declared, declared_scale, said_by_caller
+from ._lineage import Lineage, origin, tensors
+from ._mode import Mode
+from ._modules import Heads, encoder_heads, is_opaque, is_torchs_own
+from ._override import eagerly, override
+from ._record import Record, weight_on
+from ._registry import wrap_registry
+
+ROOT = "(root)"
+"""The path of a call that the watched module itself makes."""
+
+LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
+PADDING_MASKS = {
+    "attention_mask": True,
+    "src_key_padding_mask": False,
+    "key_padding_mask": False,
+    "padding_mask": False,
+}
+"""What callers name a (batch, keys) mask, and whether its ones are what to keep."""
+
+
+class Session:
+    """One forward pass that is looked at."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        failed: Callable[[str, Exception], None],
+        arrived: Callable[[], None] = lambda: None,
+        inside: bool = False,
+        reading: bool = True,
+        factor: float = 1.0,
+        declared: Declared = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        self.model = model
+        self.note = failed
+        self.arrived = arrived
+        self.inside = inside
+        self.reading = reading
+        self.factor = factor
+        """What every scale is multiplied by, to probe."""
+        self.declared = declared
+        self.progress = progress
+        self.records: list[Record] = []
+        self.wanted: list[Tensor] | None = None
+        """Where to keep the tensors whose gradients are waited for; None keeps none of them alive."""
+        self.unseen: dict[str, str] = {}
+        self.unprobed: set[str] = set()
+        self.sequences = 1
+        self.padding: Tensor | None = None
+        self.lineage = Lineage()
+        self.mode = Mode(self)
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._entered: set[str] = set()
+        self._heated: set[int] = set()
+        self._waiting: list[Any] = []
+        self._has_encoder = any(name.split(".")[-1] == "encoder" for name, _ in model.named_modules())
+        rotary = {getattr(m, "attention_scaling", None) for m in model.modules()}
+        self._rotary_factor = max((x for x in rotary if isinstance(x, float)), default=1.0)
+
+    # -- the forward pass -------------------------------------------------------------------------------------------
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `forward` of the model returns, looked at; uncompiled, since what a compiler fused cannot be seen."""
+        with self._watching(args, kwargs):
+            if is_opaque(self.model):
+                return self._opaque(ROOT, self.model, functools.partial(eagerly, forward), args, kwargs)
+            return eagerly(forward, *args, **kwargs)
+
+    @contextmanager
+    def _watching(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        self._look_at_inputs(args, kwargs)
+        with ExitStack() as undo:
+            for path, module in _outside_opaque(self.model):
+                if module is self.model:
+                    continue  # it is running already
+                if is_opaque(module):
+                    undo.callback(override(module, functools.partial(self._opaque, path)))
+                elif not isinstance(module, torch.jit.ScriptModule):
+                    for handle in self._hooks(path, module):
+                        undo.callback(handle.remove)
+            undo.callback(wrap_registry(self))
+            self._local.stack, self._local.calls = [(ROOT, self.model)], {}
+            undo.callback(self._local.__dict__.clear)
+            undo.callback(self.lineage.clear)
+            with self.mode:
+                yield
+        self._list_unseen()
+
+    def _hooks(self, path: str, module: nn.Module) -> list[Any]:
+        def before(module: nn.Module, _: Any) -> None:
+            if not self.active:
+                if not getattr(module, "_is_replica", False):
+                    return  # another thread's call of the same model
+                self._local.stack, self._local.owner, self._local.calls = [(ROOT, module)], module, {}
+                _push_mode(self.mode)
+            self._local.stack.append((path, module))
+            if LOOKS_LIKE_ATTENTION.search(type(module).__name__):
+                self._entered.add(path)
+
+        def after(module: nn.Module, *_: Any) -> None:
+            stack = getattr(self._local, "stack", None)
+            while stack and len(stack) > 1 and stack.pop()[1] is not module:
+                pass
+            if getattr(self._local, "owner", None) is module:
+                self._local.__dict__.clear()
+                _pop_mode()
+
+        return [
+            module.register_forward_pre_hook(before),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [x for x in tensors(args, kwargs) if x.dim() and not x.is_nested]
+        self.sequences = given[0].shape[0] if given else 1
+        try:
+            named = inspect.signature(self.model.forward).bind_partial(*args, **kwargs).arguments
+            named = {**named, **kwargs}
+        except (TypeError, ValueError):
+            named = kwargs
+        for name, keeps in PADDING_MASKS.items():
+            mask = named.get(name)
+            if isinstance(mask, Tensor) and mask.dim() == 2 and (keeps or mask.dtype == torch.bool):
+                padding = mask == 0 if keeps else mask
+                self.padding = padding if bool(padding.any()) else None
+                return
+
+    def _list_unseen(self) -> None:
+        seen = [record.site.path for record in self.records]
+        silent = [
+            path
+            for path in sorted(self._entered)
+            if not any(_within(other, path) for other in seen)
+            and not any(_within(other, path) for other in self.unseen)
+        ]
+        for path in silent:
+            # The innermost says it; a container of it would only say it again.
+            if not any(other != path and _within(other, path) for other in silent):
+                self.unseen[path] = "it is called attention, but nothing was seen that looks like a softmax over scores"
+
+    # -- what was seen ----------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether this thread is inside the watched pass."""
+        return hasattr(self._local, "stack")
+
+    @property
+    def place(self) -> tuple[str, nn.Module]:
+        """The path and the module of the innermost module that is more than a function."""
+        stack: list[tuple[str, nn.Module]] = self._local.stack
+        for path, module in reversed(stack):
+            if any(True for _ in module.children()) or any(True for _ in module.parameters(recurse=False)):
+                return path, module
+        return stack[0]
+
+    def add(self, record: Record) -> None:
+        with self._lock:
+            self.records.append(record)
+        if self.progress is not None:
+            self.progress(len(self.records))
+
+    def awaits(self, tensor: Tensor, hook: Any) -> None:
+        self._waiting.append(hook)
+        if self.wanted is not None:
+            self.wanted.append(tensor)
+
+    def release(self) -> None:
+        """Wait no longer: a hook that never fires would keep its tensor alive."""
+        for hook in self._waiting:
+            hook.remove()
+        self._waiting.clear()
+        self.wanted = None
+
+    def name_call(self, path: str) -> str:
+        """The path for the first call that a module makes, path#2 for its second."""
+        calls: dict[str, int] = self._local.calls
+        count = calls[path] = calls.get(path, 0) + 1
+        return path if count == 1 else f"{path}#{count}"
+
+    def site(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        kind: str,
+        scale: float | tuple[float, ...],
+        scale_argument: float | tuple[float, ...] | None,
+        product_scale: float | tuple[float, ...],
+        traced: Sequence[Tensor] | None = None,
+        place: tuple[str, nn.Module] | None = None,
+        **more: Any,
+    ) -> Site:
+        """Where and how: q (batch, heads, queries, head_dim) and k; `traced` are the tensors whose origin is known."""
+        path, module = place or self.place
+        of_q, of_k = (origin(self.lineage, x) for x in traced or (q, k))
+        head_dim = q.shape[-1]
+        factor: float | None = None
+        normalised = any(o is not None and o.normalised for o in (of_q, of_k))
+        unknown = of_k is not None and of_k.normalised and of_k.factor is None
+        if of_q is not None and of_q.factor is not None and not unknown:
+            # Keys out of a cache were not seen being made; they were made like those that were.
+            factor = of_q.factor * (of_k.factor if of_k is not None and of_k.factor is not None else 1.0)
+        effective: Any = None
+        if factor is not None:
+            effective = tuple(s * factor for s in scale) if isinstance(scale, tuple) else scale * factor
+        width = head_dim if of_q is None or of_q.width is None else min(of_q.width, head_dim)
+        said = said_by_caller(self.declared, path)
+        declared = (said, "the caller") if said is not None else None
+        declared = declared or declared_scale(_config(self.model, path), path, module, width, self._rotary_factor)
+        model_dim = None if of_q is None else of_q.model_dim
+        return Site(
+            path=self.name_call(path),
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=head_dim,
+            model_dim=model_dim,
+            scale_argument=scale_argument,
+            effective_scale=effective,
+            declared_scale=None if declared is None else declared[0],
+            declared_by=None if declared is None else declared[1],
+            projection_factor=factor,
+            projected_head_dim=width,
+            qk_norm=normalised,
+            product_scale=product_scale,
+            dtype=str(q.dtype).removeprefix("torch."),
+            training=module.training,
+            kind=kind,
+            **more,
+        )
+
+    def look_at_padding(self, record: Record, q: Tensor, k: Tensor, mask: Tensor | None, options: Any) -> None:
+        padding = self.padding_of(record.site, q.shape[0], q.shape[2], k.shape[2])
+        if padding is None:
+            return
+        record.padding_weight = weight_on(padding, q, k, mask, options)
+        if q.shape[2] == k.shape[2]:
+            record.rows = padding.logical_not()
+
+    def padding_of(self, site: Site, batch: int, queries: int, keys: int) -> Tensor | None:
+        """(batch, keys): which keys are padding, as far as the caller's mask is about them."""
+        padding = self.padding
+        if padding is None or tuple(padding.shape) != (batch, keys):
+            return None
+        # An encoder's mask says nothing of the decoder's own keys.
+        if "decoder" in site.path and queries == keys and self._has_encoder:
+            return None
+        return padding
+
+    # -- torch's modules --------------------------------------------------------------------------------------------
+
+    def _opaque(self, path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not self.active and not getattr(module, "_is_replica", False):
+            return forward(*args, **kwargs)
+        before = len(self.records)
+        with self.mode.suspended(), self._probed(module):
+            result = forward(*args, **kwargs)
+        if self.reading:
+            try:
+                self._read_opaque(path, module, args, kwargs, result, before)
+            except Exception as error:
+                self.note(path, error)
+        return result
+
+    def _read_opaque(self, path: str, module: nn.Module, args: Any, kwargs: Any, result: Any, before: int) -> None:
+        if not is_torchs_own(module):
+            self.unseen[path] = f"{type(module).__name__} has a forward of its own around torch's module"
+            return
+        if isinstance(module, nn.MultiheadAttention):
+            heads, output = Heads(module, *args, **kwargs), result[0]
+        elif isinstance(module, nn.TransformerEncoderLayer) and len(self.records) == before:
+            heads, output = encoder_heads(module, *args, **kwargs), result
+            path = f"{path}.self_attn" if path != ROOT else "self_attn"
+        else:
+            return
+        self._entered.discard(path)
+        said = said_by_caller(self.declared, path)
+        by = None if said is None else "the caller"
+        record = heads.record(self.name_call(path), declared_scale=said, declared_by=by)
+        if heads.padding is None:
+            self.look_at_padding(record, heads.q, heads.k, heads.mask, heads.options)
+        if isinstance(output, Tensor) and not output.is_nested:
+            heads.await_gradients(record, self, output)
+        self.add(record)
+
+    @contextmanager
+    def _probed(self, module: nn.Module) -> Iterator[None]:
+        """With the scale of torch's module multiplied, by way of the weights that make q."""
+        module = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+        if self.factor == 1 or not isinstance(module, nn.MultiheadAttention) or id(module) in self._heated:
+            yield
+            return
+        self._heated.add(id(module))
+        width = module.embed_dim
+        weight = module.q_proj_weight if module.in_proj_weight is None else module.in_proj_weight[:width]
+        parts = [weight] if module.in_proj_bias is None else [weight, module.in_proj_bias[:width]]
+        kept = [part.detach().clone() for part in parts]
+        with torch.no_grad():
+            for part in parts:
+                part.mul_(self.factor)
+        try:
+            yield
+        finally:
+            self._heated.discard(id(module))
+            with torch.no_grad():
+                for part, was in zip(parts, kept, strict=True):
+                    part.copy_(was)
+
+
+def _within(path: str, parent: str) -> bool:
+    return parent == ROOT or path.split("#")[0] == parent or path.startswith(f"{parent}.")
+
+
+def _config(model: nn.Module, path: str) -> Any:
+    """The configuration of the nearest module around a path that has one."""
+    parts = [] if path == ROOT else path.split("#")[0].split(".")
+    for stop in range(len(parts), -1, -1):
+        try:
+            module = model.get_submodule(".".join(parts[:stop]))
+        except AttributeError:
+            continue
+        config = getattr(module, "config", None)
+        if config is not None:
+            return config
+    return None
+
+
+def _outside_opaque(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its path, of torch's own attention modules only those whose forward is to be overridden."""
+    seen: set[int] = set()
+
+    def walk(path: str, module: nn.Module, inside: bool) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if not inside or is_opaque(module):
+            yield path or ROOT, module
+        for name, child in module.named_children():
+            prefix = "" if name == "_orig_mod" else name
+            below = ".".join(part for part in (path, prefix) if part)
+            yield from walk(below, child, inside or is_opaque(module))
+
+    yield from walk(path, model, False)
