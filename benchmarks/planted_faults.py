@@ -212,6 +212,12 @@ def environment() -> dict:
     return {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(), **packages}
 
 
+def compact(head: dict, records: list[dict]) -> str:
+    """One line per specimen."""
+    lines = ",\n".join(json.dumps(record, ensure_ascii=False) for record in records)
+    return json.dumps(head, ensure_ascii=False)[:-1] + f', "specimens": [\n{lines}\n]}}\n'
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half", choices=(*HALVES, "both"), default="both")
@@ -253,20 +259,8 @@ def main() -> int:
     print(complaints(records))
     rules = [{"fault": f.name, "meaning": f.meaning, "rules": dict(f.rules), "where": f.where} for f in zoo.FAULTS]
     options.output.parent.mkdir(exist_ok=True)
-    options.output.write_text(
-        json.dumps(
-            {
-                "environment": environment(),
-                "seconds": round(seconds, 1),
-                "table": rules,
-                "crashes": crashes,
-                "specimens": records,
-            },
-            indent=1,
-            ensure_ascii=False,
-        )
-        + "\n"
-    )
+    head = {"environment": environment(), "seconds": round(seconds, 1), "table": rules, "crashes": crashes}
+    options.output.write_text(compact(head, records))
     return 1 if crashes else 0
 
 

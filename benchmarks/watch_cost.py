@@ -83,6 +83,26 @@ def seconds_between_samples(torch, calls=20_000):
     return statistics.median(mine - theirs for mine, theirs in rounds)
 
 
+def agreement(torch, model, inputs):
+    """Whether watching changes what the model says: beside not a bit, nor while it writes; inside, by how much."""
+    import attemper
+
+    ids = inputs["input_ids"][:, :192]
+    with torch.no_grad():
+        plain = model(ids).logits
+        written = model.generate(ids[:, :32], max_new_tokens=24, do_sample=False)
+        with attemper.watch(model, every=1):
+            beside = torch.equal(model(ids).logits, plain)
+            again = torch.equal(model.generate(ids[:, :32], max_new_tokens=24, do_sample=False), written)
+        with attemper.watch(model, every=1, observe="inside"):
+            inside = model(ids).logits
+        exact = model.double()(ids).logits
+        model.float()
+    # The error of one way against that of the other, both against float64.
+    ratio = float((inside - exact).abs().max() / (plain - exact).abs().max())
+    return {"same_bits": beside, "same_tokens": again, "inside_error": ratio}
+
+
 def resident_kb(field):
     return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
@@ -109,6 +129,8 @@ def main() -> int:
         passes(torch, model, inputs, given.memory)
         print((resident_kb("VmHWM") - before) / 1024)
         return 0
+    same = agreement(torch, model, inputs)
+    print(same, file=sys.stderr)
     for way in WAYS:
         passes(torch, model, inputs, way)
     seconds = {way: [] for way in WAYS}
@@ -132,6 +154,7 @@ def main() -> int:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "model": f"SmolLM2-135M, {given.tokens} tokens, float32",
         "rounds": given.rounds,
+        "agreement": same,
         "added_between_samples_us": added * 1e6,
         "rows": rows,
         # One step in fifty is a sample.

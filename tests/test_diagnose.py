@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attemper import Finding, Site, Vitals, diagnose, read
+from attemper._diagnose import of_probe
 
 PAGE = Path(__file__).parent.parent / "docs" / "findings.md"
 SEVERITIES = ("error", "warning", "information")
@@ -867,3 +868,24 @@ def test_healthy_models_are_left_in_peace(seed, layers, heads, queries, keys, ca
         # Of one layer, as the errors of several add up.
         given[0] = pressed(given[0], noise / 10, noise)
     assert grave(diagnose(given, history=[given] * 6, trained=trained)) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "trained", "rule"),
+    [
+        ({0.5: 4.0, 1.0: 2.7, 2.0: 3.4}, True, None),
+        ({0.5: 2.60, 1.0: 2.7, 2.0: 3.4}, True, "cold"),
+        ({0.5: 4.0, 1.0: 2.7, 2.0: 2.60}, True, "hot"),
+        ({0.5: 2.66, 1.0: 2.7, 2.0: 3.4}, True, None),  # hardly less
+        ({0.5: 1.0, 1.0: 2.7, 2.0: 3.4}, False, None),  # random weights have no right temperature
+        ({0.5: 1.0, 1.0: 2.7, 2.0: math.nan}, True, None),
+        ({}, True, None),
+    ],
+)
+def test_a_probe_that_finds_a_lower_loss(losses, trained, rule):
+    findings = list(of_probe(list(losses.items()), trained))
+    assert [f.rule for f in findings] == ([] if rule is None else [rule])
+    if rule:
+        [finding] = findings
+        assert finding.severity == "warning"
+        assert finding.evidence["loss_as_it_is"] == 2.7

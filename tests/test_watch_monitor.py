@@ -810,3 +810,22 @@ def test_the_reading_is_of_a_call_as_it_was_made():
         model(inputs())
     wanted = read(*model.kept).entropy.mean((0, 2))
     np.testing.assert_allclose(monitor.vitals["(root)"].entropy, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["_look_at_inputs", "_hooks", "__init__"])
+def test_a_failure_before_the_pass_is_one_warning_and_leaves_nothing(where, monkeypatch):
+    from attemper._watch._session import Session
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("set up wrongly")
+
+    model = Model()
+    plain = model(inputs())
+    before = traces(model)
+    monkeypatch.setattr(Session, where, broken)
+    monitor = watch(model, every=1)
+    with pytest.warns(RuntimeWarning, match="set up wrongly"):
+        assert torch.equal(model(inputs()), plain)
+    assert torch.equal(model(inputs()), plain)
+    monitor.stop()
+    assert traces(model) == before

@@ -23,6 +23,8 @@ REJECTS = 5.0
 """Standard errors from zero at which a pressure counts."""
 SEQUENCES = 4
 """The fewest sequences from which a standard error is taken seriously."""
+PROBE_GAIN = 0.02
+"""The share of the loss that another scale must save."""
 SIZE_AT_SITE, SIZE_IN_ALL = 0.05, 0.3
 """Nats per e-fold of the scale: a healthy trained model shows up to 0.03 at single layers, however many errors away."""
 
@@ -214,6 +216,26 @@ def _harmed(vitals: list[Vitals]) -> bool:
         working += int(free.sum())
         closed += int((free & (v.flow < 2 * COLLAPSED)).sum())
     return working > 0 and closed >= working / 2
+
+
+def of_probe(losses: Sequence[tuple[float, float]], trained: bool | None) -> Iterator[Finding]:
+    """The findings hot and cold, where the loss of a trained model is less at another scale than at its own."""
+    at = dict(losses)
+    if not trained or 1.0 not in at or not all(map(math.isfinite, at.values())):
+        return
+    best = min(at, key=lambda factor: at[factor])
+    if at[best] >= at[1.0] * (1 - PROBE_GAIN):
+        return
+    cold = best < 1
+    yield found(
+        "cold" if cold else "hot",
+        "warning",
+        {},
+        f"The loss is {at[best]:.4g} with every scale × {best:.3g}, and {at[1.0]:.4g} as it is.",
+        evidence={"factor": best, "loss": at[best], "loss_as_it_is": at[1.0]},
+        cause=f"Attention is too {'sharp' if cold else 'flat'} for these weights and this input.",
+        remedy="Compare q, k and the scale with the original weights and configuration.",
+    )
 
 
 # -- the temperature -------------------------------------------------------------------------------------------------

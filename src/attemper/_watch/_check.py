@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .._checkup import Checkup
-from .._diagnose import diagnose
+from .._diagnose import diagnose, of_probe
 from .._errors import OptionError, brief, explain
+from .._finding import SEVERITIES
 from .._symptoms import no_pressure
 from ._declared import Declared, looks_trained, require_declared
 from ._lineage import tensors
@@ -81,6 +82,8 @@ def check(
     findings = diagnose(vitals, trained=trained, unseen=unseen)
     if value is not None and vitals and not pressure:
         findings.append(no_pressure())
+    findings.extend(finding for finding in of_probe(losses, trained) if finding.rule not in {f.rule for f in findings})
+    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return Checkup(
         model=_describe(model, name, trained),
         vitals=vitals,

@@ -153,13 +153,17 @@ class Monitor:
                 self._close()
             if step % self.every:
                 return step, None
-            return step, Session(
-                self.model,
-                failed=self._failed,
-                arrived=_once_after_backward(self._backward_ended),
-                inside=self._inside,
-                declared=self._declared,
-            )
+            try:
+                return step, Session(
+                    self.model,
+                    failed=self._failed,
+                    arrived=_once_after_backward(self._backward_ended),
+                    inside=self._inside,
+                    declared=self._declared,
+                )
+            except Exception as error:
+                self._failed("", error)
+                return step, None
 
     def _sampled(self, step: int, session: Session, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = session.run(forward, args, kwargs)

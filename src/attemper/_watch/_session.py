@@ -82,30 +82,36 @@ class Session:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `forward` of the model returns, looked at; uncompiled, since what a compiler fused cannot be seen."""
-        with self._watching(args, kwargs):
-            if is_opaque(self.model):
-                return self._opaque(ROOT, self.model, functools.partial(eagerly, forward), args, kwargs)
-            return eagerly(forward, *args, **kwargs)
-
-    @contextmanager
-    def _watching(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        self._look_at_inputs(args, kwargs)
         with ExitStack() as undo:
-            for path, module in _outside_opaque(self.model):
-                if module is self.model:
-                    continue  # it is running already
-                if is_opaque(module):
-                    undo.callback(override(module, functools.partial(self._opaque, path)))
-                elif not isinstance(module, torch.jit.ScriptModule):
-                    for handle in self._hooks(path, module):
-                        undo.callback(handle.remove)
-            undo.callback(wrap_registry(self))
-            self._local.stack, self._local.calls = [(ROOT, self.model)], {}
-            undo.callback(self._local.__dict__.clear)
-            undo.callback(self.lineage.clear)
-            with self.mode:
-                yield
+            try:
+                self._prepare(undo, args, kwargs)
+            except Exception as error:
+                self.note("", error)
+                undo.close()
+                return forward(*args, **kwargs)
+            if is_opaque(self.model):
+                result = self._opaque(ROOT, self.model, functools.partial(eagerly, forward), args, kwargs)
+            else:
+                result = eagerly(forward, *args, **kwargs)
         self._list_unseen()
+        return result
+
+    def _prepare(self, undo: ExitStack, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hang everything in; what takes it out again goes into `undo`."""
+        self._look_at_inputs(args, kwargs)
+        for path, module in _outside_opaque(self.model):
+            if module is self.model:
+                continue  # it is running already
+            if is_opaque(module):
+                undo.callback(override(module, functools.partial(self._opaque, path)))
+            elif not isinstance(module, torch.jit.ScriptModule):
+                for handle in self._hooks(path, module):
+                    undo.callback(handle.remove)
+        undo.callback(wrap_registry(self))
+        self._local.stack, self._local.calls = [(ROOT, self.model)], {}
+        undo.callback(self._local.__dict__.clear)
+        undo.callback(self.lineage.clear)
+        undo.enter_context(self.mode)
 
     def _hooks(self, path: str, module: nn.Module) -> list[Any]:
         def before(module: nn.Module, _: Any) -> None:
