@@ -114,13 +114,13 @@ def test_what_is_right_has_no_findings():
 
 KINDS = {
     "none": ("scale-missing", 1.0, {}, "no scale at all", "divides their product"),
-    "1/d_k": ("scale-wrong", 1 / WIDTH, {}, ": 1/d_k;", "divided by d_k"),
+    "1/d_k": ("scale-wrong", 1 / WIDTH, {}, ", 1/d_k;", "divided by d_k"),
     "twice": ("scale-wrong", 1 / WIDTH, {"projection_factor": ROOT}, "1/√d_k applied twice", "once more"),
     "1/√d_model": ("scale-wrong", MODEL**-0.5, {}, f"1/√d_model with d_model {MODEL}", "width of the model"),
     "padded": ("scale-wrong", 32**-0.5, {"head_dim": 32}, "1/√32, of the padded width", "padded from 16 to 32"),
-    "doubled": ("scale-wrong", 2 * ROOT, {}, "2 times what is expected", "multiplies the scores by 2 "),
-    "halved": ("scale-wrong", ROOT / 2, {}, "0.5 times what is expected", "multiplies the scores by 0.5 "),
-    "other": ("scale-wrong", 3 * ROOT, {}, "3 times what is expected", "multiplies the scores by 3 "),
+    "doubled": ("scale-wrong", 2 * ROOT, {}, "2 times as much as it should be", "multiplies the scores by 2 "),
+    "halved": ("scale-wrong", ROOT / 2, {}, "0.5 times as much as it should be", "multiplies the scores by 0.5 "),
+    "other": ("scale-wrong", 3 * ROOT, {}, "3 times as much as it should be", "multiplies the scores by 3 "),
 }
 
 
@@ -177,7 +177,7 @@ def test_the_more_specific_name_wins():
     narrow = {"head_dim": 4, "projected_head_dim": 4, "model_dim": 16}
     # Twice 1/√4 is 1; half of it is 1/4 and 1/√16.
     assert "no scale" in only(diagnose(healthy(effective_scale=1.0, **narrow)), "scale-missing").headline
-    assert ": 1/d_k" in only(diagnose(healthy(effective_scale=0.25, **narrow)), "scale-wrong").headline
+    assert ", 1/d_k" in only(diagnose(healthy(effective_scale=0.25, **narrow)), "scale-wrong").headline
     wide = {"model_dim": 4 * WIDTH}
     assert "d_model" in only(diagnose(healthy(effective_scale=ROOT / 2, **wide)), "scale-wrong").headline
     # One head as wide as the model: 1/√d_model is right.
@@ -212,7 +212,7 @@ def test_a_declared_scale_that_is_not_used_is_a_warning():
     site = {"declared_scale": 0.1, "declared_by": "attention_multiplier"}
     [finding] = diagnose(healthy(effective_scale=0.3, **site))
     assert (finding.rule, finding.severity) == ("scale-wrong", "warning")
-    assert "declared (attention_multiplier) is 0.1" in finding.headline
+    assert "0.1 is declared (attention_multiplier)" in finding.headline
     assert finding.evidence["expected_scale"] == 0.1
     assert diagnose(healthy(effective_scale=0.1, **site)) == []
     # Then 1/√d_k is the mistake, and no kind has a name for it.

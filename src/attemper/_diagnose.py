@@ -122,12 +122,8 @@ def _mistake(site: Site) -> _Mistake | None:
         cause = "The width of the model was taken for that of a head; a dot product sums over a head only."
         return _Mistake("scale-wrong", True, f"1/√d_model with d_model {site.model_dim}", cause)
     known = any(_close(factor, round_factor) for round_factor in (2.0, 0.5))
-    cause = f"Something multiplies the scores by {factor:.4g} beyond what is {_said(site)}."
-    return _Mistake("scale-wrong", known, f"{factor:.4g} times what is {_said(site)}", cause)
-
-
-def _said(site: Site) -> str:
-    return f"declared ({site.declared_by})" if site.declared_scale is not None else "expected, 1/√d_k"
+    cause = f"Something multiplies the scores by {factor:.4g} beyond that."
+    return _Mistake("scale-wrong", known, f"{factor:.4g} times as much as it should be", cause)
 
 
 def _scale(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]:
@@ -158,7 +154,7 @@ def _scale(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]:
             rule,
             severity,
             {v.site.path: () for v in vitals},
-            f"The effective scale of {places} is {effective:.4g}: {what}; {_said(site)} is {expected:.4g}.",
+            f"The effective scale of {places} is {effective:.4g}, {what}; {_wanted(site, expected)}.",
             evidence={
                 "effective_scale": effective,
                 "expected_scale": expected,
@@ -183,6 +179,12 @@ def _scale(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]:
             cause="The projections that made q and k were not seen, and the scale argument is not the expected one.",
             remedy="Declare the scale (declared_scale=), or check it by a probe with a loss.",
         )
+
+
+def _wanted(site: Site, expected: float) -> str:
+    if site.declared_scale is None:
+        return f"1/√d_k is {expected:.4g}"
+    return f"{expected:.4g} is declared ({site.declared_by})"
 
 
 def _unclear(site: Site) -> bool:
