@@ -243,6 +243,7 @@ def _quieten(target: str) -> None:
     """Before the libraries are imported: no bars of theirs over ours, and no network where none is needed."""
     quiet = {
         "TQDM_DISABLE": "1",
+        "HF_HUB_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TRANSFORMERS_VERBOSITY": "error",
