@@ -356,7 +356,10 @@ class TestUnknownTargets:
         (tmp_path / "model.gguf").touch()
         message = "model.gguf is a file.\n  Give the directory that holds config.json and the weights."
         refused(message, "model.gguf")
-        refused("zoo/tiny.py:make is a file.\n  Name its module and factory: zoo.tiny:make.", "zoo/tiny.py:make")
+        refused(
+            "park/tiny.py:make is a file.\n  Name its module and factory: park.tiny:make.",
+            "park/tiny.py:make",
+        )
 
     def test_options(self):
         refused("tokens is 1.\n  A sequence needs two tokens, a check one sequence.", "demo", tokens=1)
@@ -378,7 +381,7 @@ class TestFactory:
     HEAD = "import torch\nfrom torch import nn\n"
 
     def write(self, tmp_path, body):
-        (tmp_path / "zoo.py").write_text(self.HEAD + body)
+        (tmp_path / "park.py").write_text(self.HEAD + body)
 
     @pytest.mark.parametrize(
         ("inputs", "args", "kwargs"),
@@ -386,8 +389,8 @@ class TestFactory:
     )
     def test_inputs(self, tmp_path, inputs, args, kwargs):
         self.write(tmp_path, f"def make():\n x = torch.ones(2, 3)\n return nn.Linear(3, 4), {inputs}\n")
-        loaded = load("zoo:make")
-        assert loaded.name == "zoo:make"
+        loaded = load("park:make")
+        assert loaded.name == "park:make"
         assert len(loaded.args) == args
         assert list(loaded.kwargs) == kwargs
         assert loaded.loss is None
@@ -397,7 +400,7 @@ class TestFactory:
     def test_loss_attribute_path_and_dtype(self, tmp_path):
         body = "class Zoo:\n @staticmethod\n def make():\n  return nn.Linear(3, 4), torch.ones(2, 3), torch.sum\n"
         self.write(tmp_path, body)
-        loaded = load("zoo:Zoo.make", dtype="float64")
+        loaded = load("park:Zoo.make", dtype="float64")
         assert loaded.model.weight.dtype == loaded.args[0].dtype == torch.float64
         assert loaded.loss is torch.sum
 
@@ -407,7 +410,7 @@ class TestFactory:
             f" return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, **{SIZE}))\n"
         )
         self.write(tmp_path, body)
-        loaded = load("zoo:make", tokens=10, sequences=3)
+        loaded = load("park:make", tokens=10, sequences=3)
         assert loaded.kwargs["input_ids"].shape == (3, 10)
         assert loaded.kwargs["input_ids"].max() < 99
 
@@ -415,52 +418,56 @@ class TestFactory:
         ("target", "body", "message"),
         [
             ("nowhere:make", "", "There is no module nowhere.\n  Run in the directory that holds it, or install it."),
-            ("zoo.ape:make", "", "There is no module zoo.ape.\n  Run in the directory that holds it, or install it."),
             (
-                "zoo:make",
+                "park.ape:make",
+                "",
+                "There is no module park.ape.\n  Run in the directory that holds it, or install it.",
+            ),
+            (
+                "park:make",
                 "import nowhere.at_all\n",
-                "zoo imports nowhere, which is not installed.\n  pip install nowhere",
+                "park imports nowhere, which is not installed.\n  pip install nowhere",
             ),
-            ("zoo:make", "1 / 0\n", "Importing zoo raised ZeroDivisionError.\n  division by zero"),
-            ("zoo:mak", "def make(): pass\n", "zoo has no mak.\n  Did you mean zoo:make?"),
-            ("zoo:zzz", "", "zoo has no zzz.\n  Name a function in it that returns a model."),
+            ("park:make", "1 / 0\n", "Importing park raised ZeroDivisionError.\n  division by zero"),
+            ("park:mak", "def make(): pass\n", "park has no mak.\n  Did you mean park:make?"),
+            ("park:zzz", "", "park has no zzz.\n  Name a function in it that returns a model."),
             (
-                "zoo:make",
+                "park:make",
                 "make = 3\n",
-                "zoo:make is int 3, not a function.\n  Name a function without arguments that returns a model.",
+                "park:make is int 3, not a function.\n  Name a function without arguments that returns a model.",
             ),
-            ("zoo:make", "def make(): raise OSError('no disk')\n", "zoo:make() raised OSError.\n  no disk"),
+            ("park:make", "def make(): raise OSError('no disk')\n", "park:make() raised OSError.\n  no disk"),
             (
-                "zoo:make",
+                "park:make",
                 "def make(): return 3\n",
-                "zoo:make returned int 3.\n  Return a torch module, (model, inputs), or (model, inputs, loss).",
+                "park:make returned int 3.\n  Return a torch module, (model, inputs), or (model, inputs, loss).",
             ),
             (
-                "zoo:make",
+                "park:make",
                 "def make(): return nn.Linear(1, 1), 2, 3, 4\n",
-                "zoo:make returned a tuple of 4.\n  Return a torch module, (model, inputs), or (model, inputs, loss).",
+                "park:make returned a tuple of 4.\n  Return a torch module, (model, inputs), or (model, inputs, loss).",
             ),
             (
-                "zoo:make",
+                "park:make",
                 "def make(): return nn.Linear(1, 1)\n",
                 (
-                    "zoo:make returned a Linear and nothing to run it on.\n"
+                    "park:make returned a Linear and nothing to run it on.\n"
                     "  Return (model, inputs): a tensor, a tuple of them, or a dict of keywords."
                 ),
             ),
             (
-                "zoo:make",
+                "park:make",
                 "def make(): return nn.Linear(1, 1), [1]\n",
                 (
-                    "zoo:make returned list [1] as its inputs.\n"
+                    "park:make returned list [1] as its inputs.\n"
                     "  Let inputs be a tensor, a tuple of them, or a dict of keywords."
                 ),
             ),
             (
-                "zoo:make",
+                "park:make",
                 "def make(): return nn.Linear(1, 1), torch.ones(1), 'mse'\n",
                 (
-                    "zoo:make returned str 'mse' as its loss.\n"
+                    "park:make returned str 'mse' as its loss.\n"
                     "  Let loss be a function from the model's output to a scalar, or leave it out."
                 ),
             ),
@@ -472,8 +479,8 @@ class TestFactory:
 
     def test_text_for_a_factory(self, tmp_path):
         self.write(tmp_path, "def make(): return nn.Linear(3, 4), torch.ones(2, 3)\n")
-        message = "zoo:make brings its own inputs.\n  Leave --text, --tokens and --sequences out."
-        refused(message, "zoo:make", tokens=9)
+        message = "park:make brings its own inputs.\n  Leave --text, --tokens and --sequences out."
+        refused(message, "park:make", tokens=9)
 
 
 class TestText:

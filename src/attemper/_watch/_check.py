@@ -59,8 +59,10 @@ def check(
     >>> import torch
     >>> layer = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
     >>> checkup = check(layer, torch.randn(2, 10, 32), loss=lambda output: output.square().mean())
-    >>> checkup.worst(), checkup.vitals[0].site.effective_scale == 8**-0.5
-    (None, True)
+    >>> checkup.findings[0].headline
+    'The weights do not look trained, so the pressure says nothing about the temperature.'
+    >>> checkup.vitals[0].site.effective_scale == 8**-0.5
+    True
     """
     _require_module(model)
     given: Any = loss
