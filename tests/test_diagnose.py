@@ -889,3 +889,9 @@ def test_a_probe_that_finds_a_lower_loss(losses, trained, rule):
         [finding] = findings
         assert finding.severity == "warning"
         assert finding.evidence["loss_as_it_is"] == 2.7
+
+
+def test_vitals_by_path_are_vitals():
+    layers = [healthy(f"layers.{n}", effective_scale=1.0) for n in range(3)]
+    by_path = {v.site.path: v for v in layers}
+    assert diagnose(by_path, history=[by_path] * 6) == diagnose(layers, history=[layers] * 6) != []

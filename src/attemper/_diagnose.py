@@ -30,17 +30,18 @@ SIZE_AT_SITE, SIZE_IN_ALL = 0.05, 0.3
 
 
 def diagnose(
-    vitals: Vitals | Iterable[Vitals],
+    vitals: Vitals | Iterable[Vitals] | Mapping[str, Vitals],
     *,
-    history: Sequence[Iterable[Vitals]] = (),
+    history: Sequence[Iterable[Vitals] | Mapping[str, Vitals]] = (),
     trained: bool | None = None,
     unseen: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """What is wrong with the attention that these Vitals describe, why, and how to mend it; the gravest first.
 
     Args:
-        vitals: of one Site or several.
-        history: the Vitals of earlier samples, the oldest first, for what shows over time only.
+        vitals: of one Site or several; a dict by path, as a Monitor has them, will do.
+        history: the Vitals of the samples of a run, the oldest first and the newest among them, for what shows over
+            time only.
         trained: whether the weights are trained: only then is the pressure zero at the right temperature.
         unseen: paths of attention that could not be read, and why not.
 
@@ -52,14 +53,18 @@ def diagnose(
     >>> finding.rule, finding.severity
     ('scale-missing', 'warning')
     """
-    sites = [vitals] if isinstance(vitals, Vitals) else list(vitals)
+    sites = [vitals] if isinstance(vitals, Vitals) else _listed(vitals)
     findings: list[Finding] = []
     for rule in RULES:
         findings.extend(rule(sites, trained))
-    findings.extend(_symptoms.over_time([list(sample) for sample in history]))
+    findings.extend(_symptoms.over_time([_listed(sample) for sample in history]))
     for path, reason in (unseen or {}).items():
         findings.append(_symptoms.unseen(path, reason))
     return sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+def _listed(vitals: Iterable[Vitals] | Mapping[str, Vitals]) -> list[Vitals]:
+    return list(vitals.values() if isinstance(vitals, Mapping) else vitals)
 
 
 # -- the scale -------------------------------------------------------------------------------------------------------
