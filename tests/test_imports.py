@@ -27,7 +27,7 @@ ARROWS = {
     "_pytree": {"_reading"},
     "_backends": {"_errors", "_arrays", "_problem", "_state", "_dropout", "_memory", "_pytree", "_reading"},
     "_attend": {"_errors", "_arrays", "_problem", "_reading", "_backends"},
-    "_finding": {"_vitals"},
+    "_finding": {"_reading", "_vitals"},
     "_symptoms": {"_finding", "_vitals"},
     "_diagnose": {"_finding", "_symptoms", "_vitals"},
     "report": {"_errors", "_finding"},

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._reading import to_plain
 from ._vitals import Vitals
 
 SEVERITIES = ("error", "warning", "information")
@@ -47,7 +48,7 @@ class Finding:
             "severity": self.severity,
             "where": {path: list(heads) for path, heads in self.where.items()},
             "headline": self.headline,
-            "evidence": {name: plain(value) for name, value in self.evidence.items()},
+            "evidence": {name: to_plain(value) for name, value in self.evidence.items()},
             "cause": self.cause,
             "remedy": self.remedy,
             "docs": self.docs,
@@ -70,11 +71,6 @@ def found(rule: str, severity: str, where: Mapping[str, tuple[int, ...]], headli
         docs=f"docs/findings.md#{rule}",
         **rest,
     )
-
-
-def plain(value: float | str) -> float | str:
-    """JSON has no word for infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def working_heads(v: Vitals) -> NDArray[np.bool_]:

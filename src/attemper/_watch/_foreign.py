@@ -62,18 +62,19 @@ def flex_scores(
     kernel_options: Any = None,  # noqa: ARG001
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """(q, k, scores, scaled q·k, scale) of FlexAttention run eagerly, which builds the scores itself."""
+) -> tuple[Tensor, Tensor]:
+    """(scores, q·k) of FlexAttention run eagerly, which builds the scores itself."""
     with torch.no_grad():
         q, k = query.detach(), key.detach()
         group = q.shape[1] // k.shape[1]
         keys = k.repeat_interleave(group, 1) if group > 1 else k
-        scaled = torch.matmul(q.float(), keys.float().mT) * scale
-        axes = [torch.arange(n, device=q.device) for n in scaled.shape]
-        modified = _over_all(score_mod, len(score_mod_other_buffers), True)(scaled, *axes, *score_mod_other_buffers)
+        product = torch.matmul(q.float(), keys.float().mT)
+        axes = [torch.arange(n, device=q.device) for n in product.shape]
+        modify = _over_all(score_mod, len(score_mod_other_buffers), True)
+        modified = modify(product * scale, *axes, *score_mod_other_buffers)
         mask_mod = block_mask[-1]
         shown = _over_all(mask_mod, len(mask_mod_other_buffers), False)(*axes, *mask_mod_other_buffers)
-        return q, k, torch.where(shown, modified, -torch.inf), scaled, scale
+        return torch.where(shown, modified, -torch.inf), product
 
 
 def _over_all(function: Any, buffers: int, score_too: bool) -> Any:

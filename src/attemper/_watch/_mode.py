@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from .._attend import attend
+from .._reading import Reading
 from ._foreign import FOREIGN, flex_scores
 from ._lineage import Projected, Scores, Weights, tensors, version
 from ._record import Record, Written, await_gradients, hide_minima, read_beside, when_differentiated
@@ -117,23 +118,9 @@ class Mode(TorchFunctionMode):
     ) -> None:
         session = self.session
         call = Four(query, key, value, output, attn_mask, session.place[1])
-        number = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        site = session.site(
-            call.q,
-            call.k,
-            kind="sdpa",
-            scale=number,
-            scale_argument=scale,
-            product_scale=1.0,
-            traced=(query, key),
-            mask=kind_of(attn_mask),
-            causal=is_causal,
-        )
         options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        record = Record(site, read_beside(call.q, call.k, call.mask, options), of_model=session.sequences)
+        record = self.of_operands(call.q, call.k, kind="sdpa", mask=call.mask, options=options, traced=(query, key))
         record.look_at_output(call.output)
-        session.look_at_padding(record, call.q, call.k, call.mask, options)
-
         if torch.is_grad_enabled():
             fit = functools.partial(shaped, call.q)
             await_gradients(record, session, query, output, fit, call, options)
@@ -152,22 +139,13 @@ class Mode(TorchFunctionMode):
             raise ValueError(message)
         four = Four(query, key, value, query, hidden, session.place[1])
         output, reading = attend(four.q, four.k, four.v, **{**given, "attn_mask": four.mask})
-        scale = given.get("scale")
-        site = session.site(
-            four.q,
-            four.k,
-            kind="sdpa",
-            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            scale_argument=scale,
-            product_scale=1.0,
-            traced=(query, key),
-            mask=kind_of(mask),
-            causal=bool(given.get("is_causal", False)),
-        )
-        record = Record(site, reading, of_model=session.sequences)
         options = {name: given[name] for name in ("is_causal", "scale", "enable_gqa") if name in given}
-        session.look_at_padding(record, four.q, four.k, four.mask, options)
-        session.add(record)
+        traced = (query, key)
+        session.add(
+            self.of_operands(
+                four.q, four.k, kind="sdpa", mask=four.mask, options=options, traced=traced, reading=reading
+            )
+        )
         result: Tensor = output.reshape(*query.shape[:-1], output.shape[-1])
         return result
 
@@ -235,10 +213,8 @@ class Mode(TorchFunctionMode):
         record = Record(site, written.read(), of_model=session.sequences)
         padding = session.padding_of(site, batch, queries, keys)
         if padding is not None:
-            own = weights.detach()[..., : shape[-1]].float().reshape(shape)
-            record.padding_weight = (own * padding[:, None, None].to(own.dtype)).sum(-1)
-            if queries == keys:
-                record.rows = padding.logical_not()
+            own = weights.detach()[..., :keys].float().reshape(shape)
+            record.leave_out(padding, (own * padding[:, None, None].to(own.dtype)).sum(-1))
 
         def of_weights(grad: Tensor) -> None:
             record.pressure, record.gradient_flow = written.gradients(weights, grad)
@@ -258,15 +234,12 @@ class Mode(TorchFunctionMode):
 
     def _flex(self, args: Any, kwargs: Any, result: Any) -> None:
         session = self.session
-        q, k, scores, scaled, scale = flex_scores(*args, **kwargs)
+        query, key, scale = args[0], args[1], args[5]
         site = session.site(
-            q, k, kind="flex_attention", scale=scale, scale_argument=scale, product_scale=1.0, traced=args[:2]
+            query, key, kind="flex_attention", scale=scale, scale_argument=scale, product_scale=1.0, traced=args[:2]
         )
-        group = q.shape[1] // k.shape[1]
-        keys = k.repeat_interleave(group, 1) if group > 1 else k
-        written = Written(scores, q, keys, scaled / scale if scale else None, scale, None)
-        record = Record(site, written.read(), of_model=session.sequences)
-        query = args[0]
+        scores, product = flex_scores(*args, **kwargs)
+        record = Record(site, Written(scores, query, key, product, scale, None).read(), of_model=session.sequences)
         record.look_at_output(result[0] if isinstance(result, tuple) else result)
 
         def of_q(grad: Tensor) -> None:
@@ -284,8 +257,9 @@ class Mode(TorchFunctionMode):
         mask: Tensor | None,
         options: dict[str, Any],
         traced: Sequence[Tensor] | None = None,
+        reading: Reading | None = None,
     ) -> Record:
-        """The Record of a kernel of which only the operands are known."""
+        """The Record of a kernel of which the operands are known, read beside it unless that was done inside."""
         session = self.session
         scale = options.get("scale")
         site = session.site(
@@ -301,7 +275,8 @@ class Mode(TorchFunctionMode):
             causal=bool(options.get("is_causal", False)),
         )
         options = {**options, "enable_gqa": q.shape[1] != k.shape[1]}
-        record = Record(site, read_beside(q, k, mask, options), of_model=session.sequences)
+        reading = reading or read_beside(q, k, mask, options)
+        record = Record(site, reading, of_model=session.sequences)
         session.look_at_padding(record, q, k, mask, options)
         return record
 

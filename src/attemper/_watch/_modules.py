@@ -142,9 +142,7 @@ class Heads:
             with torch.no_grad():
                 record.look_at_output(attend(self.q, self.k, self.v, attn_mask=hide_minima(mask), **options).output)
         if self.padding is not None and self.padding.shape[1] == self.k.shape[2] and bool(self.padding.any()):
-            record.padding_weight = weight_on(self.padding, self.q, self.k, hide_minima(mask), options)
-            if self.q.shape[2] == self.k.shape[2]:
-                record.rows = self.padding.logical_not()
+            record.leave_out(self.padding, weight_on(self.padding, self.q, self.k, hide_minima(mask), options))
         return record
 
     def await_gradients(self, record: Record, listener: Listener, output: Tensor) -> None:

@@ -85,6 +85,12 @@ class Record:
                 nonfinite = nonfinite | ~torch.isfinite(norm)
             self.reading = replace(self.reading, output_norm=norm, nonfinite=nonfinite)
 
+    def leave_out(self, padding: Tensor, weight: Tensor) -> None:
+        """Note the weight on padding, (batch, keys), and leave its rows out where they are the keys'."""
+        self.padding_weight = weight
+        if padding.shape[1] == self.reading.shape[2]:
+            self.rows = padding.logical_not()
+
     def vitals(self) -> Vitals:
         flow = self.gradient_flow if self.gradient_flow is not None else self.reading.gradient_flow
         reading = replace(self.reading, pressure=self.sequence_pressure, gradient_flow=flow, gradients=None, awaited=())

@@ -215,11 +215,10 @@ class Session:
         scale_argument: float | tuple[float, ...] | None,
         product_scale: float | tuple[float, ...],
         traced: Sequence[Tensor] | None = None,
-        place: tuple[str, nn.Module] | None = None,
         **more: Any,
     ) -> Site:
         """Where and how: q (batch, heads, queries, head_dim) and k; `traced` are the tensors whose origin is known."""
-        path, module = place or self.place
+        path, module = self.place
         of_q, of_k = (origin(self.lineage, x) for x in traced or (q, k))
         head_dim = q.shape[-1]
         factor: float | None = None
@@ -260,9 +259,7 @@ class Session:
         padding = self.padding_of(record.site, q.shape[0], q.shape[2], k.shape[2])
         if padding is None:
             return
-        record.padding_weight = weight_on(padding, q, k, mask, options)
-        if q.shape[2] == k.shape[2]:
-            record.rows = padding.logical_not()
+        record.leave_out(padding, weight_on(padding, q, k, mask, options))
 
     def padding_of(self, site: Site, batch: int, queries: int, keys: int) -> Tensor | None:
         """(batch, keys): which keys are padding, as far as the caller's mask is about them."""
