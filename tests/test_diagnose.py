@@ -393,6 +393,8 @@ def test_saturated():
     finding = only(diagnose([with_fields(healthy(), **SHUT), healthy("layers.1")]), "saturated")
     assert (finding.severity, finding.where) == ("warning", {"layers.0": ()})
     assert finding.evidence == {"heads": HEADS, "share_of_working_heads": 0.5}
+    # What training made sharp may be meant.
+    assert only(diagnose(with_fields(healthy(), **SHUT), trained=True), "saturated").severity == "information"
     assert diagnose(with_fields(healthy(), normalized_entropy=0.049, flow=0.051)) == []
     assert diagnose(with_fields(healthy(), normalized_entropy=0.051, flow=0.049)) == []
 
@@ -435,6 +437,8 @@ def test_gradient_starved():
     finding = only(diagnose([with_fields(v, gradient_flow=0.0249) for v in sites(2)]), "gradient-starved")
     assert (finding.severity, finding.where) == ("warning", {"layers.0": (), "layers.1": ()})
     assert finding.evidence == {"heads": 2 * HEADS, "share_of_working_heads": 1.0}
+    trained = diagnose(with_fields(healthy(), gradient_flow=0.0249), trained=True)
+    assert only(trained, "gradient-starved").severity == "information"
     assert diagnose(with_fields(healthy(), gradient_flow=0.0251)) == []
     half = with_fields(healthy(), gradient_flow=[0.01, 0.5, 0.5, 0.01])
     finding = only(diagnose(half), "gradient-starved")

