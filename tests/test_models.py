@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from attemper import OptionError
 from attemper import _models as models_room
-from attemper._gguf import read_gguf
+from attemper._gguf import _GGUF_NAMES, read_gguf
 from attemper._models import load, read_text, sample_text
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -564,7 +564,7 @@ class TestGGUF:
         writer.add_token_list(self.WORDS)
         writer.add_token_types([3] + [1] * (len(self.WORDS) - 1))
         writer.add_token_merges(["a b", "Ġ ab"])
-        names = {ours: theirs for theirs, ours in _gguf._GGUF_NAMES.items()}
+        names = {ours: theirs for theirs, ours in _GGUF_NAMES.items()}
         for name, weight in model.state_dict().items():
             if name == "lm_head.weight" and tied:
                 continue
