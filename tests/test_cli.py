@@ -201,7 +201,9 @@ class TestErrors:
 
     def test_out_of_memory(self, capsys):
         assert main(["check", "zoo:full"]) == 2
-        message = "attemper: out of memory.\n  Give fewer --tokens or --sequences, or a smaller --dtype.\n"
+        message = (
+            "attemper: out of memory.\n  Ask for less: fewer tokens or sequences, a smaller type, smaller sizes.\n"
+        )
         assert capsys.readouterr().err.endswith(message)
 
     def test_probe_without_a_loss(self, stub, capsys, tmp_path):
