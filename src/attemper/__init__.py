@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("report", "testing")
+_ROOMS = ("lab", "nn", "report", "testing")
 """Submodules that `attemper.name` imports when it is first used."""
 
 _WATCHING = ("Monitor", "check", "watch")
@@ -69,6 +69,8 @@ __all__ = [
     "attend",
     "check",
     "diagnose",
+    "lab",
+    "nn",
     "read",
     "report",
     "scale_for",

@@ -1,0 +1,30 @@
+"""The claims about why attention divides by √d_k, as people make them: right, half right and wrong."""
+
+CLAIMS = {
+    1: "If the components of q and k are independent with mean 0 and variance 1, the variance of q·k is d_k.",
+    2: "Dividing q·k by √d_k brings its variance to about 1 at every d_k.",
+    3: "Dividing by d_k instead shrinks the scores too much: variance 1/d_k, attention too flat.",
+    4: "√d_model is the wrong divisor, since a head works in d_k = d_model/h; it under- or over-corrects.",
+    5: "At d_k = 64 a typical |q·k| is about 8, and values like 6, 9, −7 and 12 are common.",
+    6: "[1,−1]·[1,1] = 0, [2,−1]·[1,3] = −1, and the two worked pairs of four components give 0.",
+    7: "softmax([25, 2, −3]) is one-hot for all that matters.",
+    8: "softmax([12, 2, −1]) = [0.99995, 0.00004, 0.00001].",
+    9: "softmax([1.5, 0.25, −0.125]) = [0.59, 0.17, 0.24].",
+    10: "A gap of 4 between two scores is already one-sided.",
+    11: "Without scaling, softmax collapses onto one token as d_k grows.",
+    12: "The gradient of softmax is p(1 − p), so saturation makes it vanish.",
+    13: "Without scaling gradients explode (one note); without scaling gradients vanish (the others).",
+    14: "The positions that attention ignores get tiny gradients.",
+    15: "The exponential of large scores overflows.",
+    16: "Additive (Bahdanau) scores lie in [−1, 1] because of tanh and so need no scaling; they are slower to compute.",
+    17: "Cosine similarity is the alternative that needs no scaling.",
+    18: "LayerNorm alone is not enough to control the scores.",
+    19: "Multi-head attention relies on the scaling: heads run in parallel, are concatenated and projected.",
+    20: "Scaling changes no shape: 3 tokens give 3 × 3 scores at any d_k. A query is compared with all other tokens.",
+    21: "In “The dog chased the ball because it was fast”, scaled attention decides what “it” refers to.",
+    22: "After initialisation the components of q and k have mean 0 and variance 1.",
+    23: "Without scaling, training is unstable or slower, attention commits too early and generalises worse, "
+    "the more so the deeper the model.",
+    24: "Softmax alone does not help: the scaling has to come before it.",
+    25: "Scaling enables parallel computation for long sequences.",
+}
