@@ -40,7 +40,7 @@ QUESTIONS = {
         Question("shapes", "Shapes", "What has which shape, and who attends to whom?", (20,)),
         Question("norms", "Norms", "Does LayerNorm or QK-norm replace √d_k?", (18,)),
         Question("initialisation", "Initialisation", "Are q and k of variance 1 at the start?", (22,), ("torch",)),
-        Question("correlation", "The case for 1/d_k", "What if training has made q and k alike?", (1, 3)),
+        Question("correlation", "The case for 1/d_k", "What if training has made q and k alike?", (3,)),
         Question("additive", "Additive scores", "Are Bahdanau's scores bounded by 1?", (16,), ("torch",)),
         Question("cosine", "Cosine scores", "Does cosine similarity do without a scale?", (17,)),
         Question("length", "Length", "Why do long sequences ask for ln n?", ()),

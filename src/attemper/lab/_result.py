@@ -146,7 +146,7 @@ class Estimate:
         # Two digits of the half-width, and as many places of the value.
         places = max(0, 1 - math.floor(math.log10(self.half_width))) if self.half_width < 10 else 0
         if places > 6:
-            return f"{self.value:.3g} ± {self.half_width:.1g}"
+            return f"{self.value:.6g} ± {self.half_width:.1g}"
         half = f"{self.half_width:.{places}f}"
         value = f"{self.value:.{places}f}"
         if "." in value and value.rstrip("0").endswith(".") and half.rstrip("0").endswith("."):
@@ -163,6 +163,10 @@ class Evidence:
     least: float = -math.inf
     most: float = math.inf
 
+    def __post_init__(self) -> None:
+        for name in ("least", "most"):
+            object.__setattr__(self, name, rounded(getattr(self, name)))
+
     def outcome(self) -> str:
         """What the whole interval says: in the band, out of it, or neither."""
         if self.least <= self.estimate.low and self.estimate.high <= self.most:
@@ -174,7 +178,7 @@ class Evidence:
 
 def near(name: str, estimate: Estimate, target: float, tolerance: float) -> Evidence:
     """Evidence wanted within ± tolerance of a target."""
-    return Evidence(name, estimate, rounded(target - tolerance), rounded(target + tolerance))
+    return Evidence(name, estimate, target - tolerance, target + tolerance)
 
 
 def judge(evidence: Iterable[Evidence]) -> str:
@@ -274,7 +278,7 @@ class Result:
     verdicts: tuple[Verdict, ...]
     tables: tuple[Table, ...]
     panels: tuple[Panel, ...]
-    clock: tuple[Table, ...] = ()
+    clock: tuple[Table, ...] = field(default=(), compare=False)
     """What the clock said. No two runs agree on it: it is shown, and is in neither the JSON nor a verdict's words."""
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
 
