@@ -46,7 +46,7 @@ ARROWS = {
     },
     "_gguf": {"_errors"},
     "_models": {"_errors", "_gguf"},
-    "nn": {"_arrays", "_attend", "_backends", "_errors", "_problem", "_reading", "_scale", "_state"},
+    "nn": {"_arrays", "_attend", "_dropout", "_errors", "_problem", "_pytree", "_reading", "_scale", "_state"},
     "_walk": {"_arrays", "_attend", "_errors", "_gguf", "_models", "_reading", "_scale", "_vitals", "_watch", "report"},
     "lab": {
         "__version__",

@@ -17,9 +17,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """A text as ids, what its model expects around a sequence, and the id that hides a token."""
+    """A text as ids, where each stands in it, what its model expects around a sequence, the id that hides a token."""
 
     encode: Callable[[str], list[int]]
+    spans: Callable[[str], list[tuple[int, int]]] | None = None
+    """The first character of each id of `encode` and the one behind its last; None where that cannot be told."""
+    name: Callable[[int], str] = str
+    """What to call an id."""
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     mask: int | None = None
@@ -149,5 +153,7 @@ def _gguf_tokenizer(path: Path, meta: Mapping[str, Any]) -> Tokenizer:
     first = meta.get("tokenizer.ggml.bos_token_id") if meta.get("tokenizer.ggml.add_bos_token", False) else None
     return Tokenizer(
         encode=lambda text: list(bpe.encode(text, add_special_tokens=False).ids),
+        spans=lambda text: list(bpe.encode(text, add_special_tokens=False).offsets),
+        name=lambda token: str(bpe.id_to_token(token)),
         before=() if first is None else (first,),
     )

@@ -70,6 +70,8 @@ class Loaded:
     """Whether the loss is one that the weights were trained to lessen; None where that cannot be told."""
     notes: tuple[str, ...] = ()
     """What the reader of the result must know."""
+    tokenizer: Tokenizer | None = None
+    """What made its ids of the text; None where it reads no text or came without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,12 +365,18 @@ def _tokenizer(transformers: Any, target: str, directory: Path | None) -> tuple[
     def encode(text: str, special: bool = False) -> list[int]:
         return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
+    def spans(text: str) -> list[tuple[int, int]]:
+        found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        return [(int(start), int(stop)) for start, stop in found["offset_mapping"]]
+
     # What stands around a text is found by looking: [CLS] x [SEP], <s> x, x </s>.
     bare, dressed = encode("x"), encode("x", special=True)
     starts = range(len(dressed) - len(bare) + 1)
     start = next((i for i in starts if dressed[i : i + len(bare)] == bare), 0)
     return Tokenizer(
         encode=encode,
+        spans=spans if getattr(tokenizer, "is_fast", False) else None,
+        name=lambda token: str(tokenizer.convert_ids_to_tokens(token)),
         before=tuple(dressed[:start]),
         after=tuple(dressed[start + len(bare) :]),
         mask=tokenizer.mask_token_id,
@@ -422,7 +430,16 @@ def _with_inputs(torch: Any, model: Any, tokenizer: Tokenizer | None, wanted: _T
     kwargs = {key: x.to(place, dtype if x.is_floating_point() else None) for key, x in kwargs.items()}
     # No weights were trained on random ids: the loss on them is no evidence of a wrong temperature.
     trained = False if tokenizer is None and "labels" in kwargs else None
-    return Loaded(name=name, model=model, kwargs=kwargs, inputs=words, made=True, trained=trained, notes=notes)
+    return Loaded(
+        name=name,
+        model=model,
+        kwargs=kwargs,
+        inputs=words,
+        made=True,
+        trained=trained,
+        notes=notes,
+        tokenizer=tokenizer,
+    )
 
 
 def _ids(
@@ -430,7 +447,7 @@ def _ids(
 ) -> tuple[Any, str, tuple[str, ...]]:
     """Token ids (sequences, tokens), what they are in words, and notes."""
     vocabulary = _text_config(model.config).vocab_size
-    limit = _longest(model.config)
+    limit = longest(model.config)
     if wanted.tokens is not None and limit is not None and wanted.tokens > limit:
         fix = f"Give --tokens {limit} or fewer."
         raise OptionError(explain(f"{type(model).__name__} takes at most {limit} tokens, not {wanted.tokens}.", fix))
@@ -493,7 +510,7 @@ def _text_config(config: Any) -> Any:
     return getattr(config, "text_config", None) or config.get_text_config()
 
 
-def _longest(config: Any) -> int | None:
+def longest(config: Any) -> int | None:
     """How many tokens a sequence may have, where the configuration says."""
     text = _text_config(config)
     limit = getattr(text, "max_position_embeddings", None)

@@ -22,7 +22,7 @@ def student(degrees: int, level: float = LEVEL) -> float:
     """The two-sided quantile of Student's t, by the Cornish–Fisher expansion; within 0.5 % from 4 degrees on.
 
     >>> round(student(4), 2), round(student(9), 2), round(student(10**6), 2)
-    (2.77, 2.26, 1.96)
+    (2.78, 2.26, 1.96)
     """
     if degrees < 1:
         return math.inf
@@ -102,6 +102,19 @@ def mean_of(samples: Any) -> Estimate:
     """
     moments = Moments.of(np.asarray(samples, dtype=np.float64))
     return _estimate(moments.mean, moments.half_width_of_mean(), moments.count)
+
+
+def share_of(hits: int, total: int) -> Estimate:
+    """A share of independent cases, with Wilson's interval, which does not shrink to nothing at 0 and 1.
+
+    >>> print(share_of(0, 20))
+    0 (0 to 0.161)
+    """
+    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
+    share = hits / total
+    centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
+    half = z / (1 + z**2 / total) * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
+    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), total)
 
 
 def sample_means(
