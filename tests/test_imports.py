@@ -35,6 +35,7 @@ ARROWS = {
     "_watch": {
         "__version__",
         "_attend",
+        "_backends",
         "_checkup",
         "_diagnose",
         "_errors",

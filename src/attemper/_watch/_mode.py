@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from .._attend import attend
 from .._reading import Reading
+from . import _own
 from ._foreign import FOREIGN, flex_scores
 from ._lineage import Projected, Scores, Weights, tensors, version
 from ._record import Record, Written, await_gradients, hide_minima, read_beside, when_differentiated
@@ -38,6 +39,8 @@ class Mode(TorchFunctionMode):
             return self._fused(func, args, kwargs)
         if session.factor != 1 and name == "flex_attention":
             args = (*args[:5], args[5] * session.factor, *args[6:])
+        elif session.factor != 1 and name == _own.NAME:
+            args = _own.reheated(args, session.factor)
         elif session.factor != 1 and name in FOREIGN:
             session.unprobed.add(session.place[0])
         softmax = self._written(args, kwargs) if name in ("softmax", "_softmax", "softmax_") else None
@@ -49,6 +52,8 @@ class Mode(TorchFunctionMode):
                 self._after_softmax(softmax, result)
             elif name in ("softmax", "_softmax", "log_softmax"):
                 self._other_softmax(args[0] if args else kwargs["input"], result)
+            elif session.reading and name == _own.NAME:
+                session.add(_own.record_own(session, args, result))
             elif session.reading and name in FOREIGN:
                 self._foreign(name, args, kwargs)
             elif session.reading and name == "flex_attention":

@@ -12,7 +12,7 @@ from torch.nn import functional
 from .._attend import attend
 from .._vitals import Site
 from ._override import is_override
-from ._record import Listener, Record, hide_minima, read_beside, replay, weight_on, when_differentiated
+from ._record import Listener, Record, hide_minima, read_beside, replay, unwatched, weight_on, when_differentiated
 
 OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
 """Hooks or function modes inside these would make them leave their fast paths, and change the bits they return."""
@@ -139,7 +139,7 @@ class Heads:
         )
         if not bool(torch.isfinite(self.v).all()):
             # Broken values do not show in the scores.
-            with torch.no_grad():
+            with torch.no_grad(), unwatched():
                 record.look_at_output(attend(self.q, self.k, self.v, attn_mask=hide_minima(mask), **options).output)
         if self.padding is not None and self.padding.shape[1] == self.k.shape[2] and bool(self.padding.any()):
             record.leave_out(self.padding, weight_on(self.padding, self.q, self.k, hide_minima(mask), options))

@@ -105,16 +105,21 @@ def hide_minima(mask: Tensor | None) -> Tensor | None:
     return mask.masked_fill(low, -math.inf) if bool(low.any()) else mask
 
 
+def unwatched() -> Any:
+    """A context in which what we compute ourselves is not taken for the model's own."""
+    return torch._C.DisableTorchFunction()  # noqa: SLF001
+
+
 def read_beside(q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Reading:
     """The Reading of a call that a kernel of the model's own computes."""
-    with torch.no_grad():
+    with torch.no_grad(), unwatched():
         return read(q.detach(), k.detach(), attn_mask=None if mask is None else hide_minima(mask.detach()), **options)
 
 
 def weight_on(padding: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     """(batch, heads, queries): the weight on the keys where `padding`, (batch, keys), is True."""
     indicator = padding[:, None, :, None].expand(-1, k.shape[1], -1, 1).to(q.dtype)
-    with torch.no_grad():
+    with torch.no_grad(), unwatched():
         shares: Tensor = attend(q.detach(), k.detach(), indicator, attn_mask=mask, stats="none", **options).output
         return shares[..., 0].float()
 
@@ -146,7 +151,7 @@ def await_gradients(
 
 def replay(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Reading:
     """The Reading, gradients included, of the same call computed by ourselves with this gradient arriving."""
-    with torch.enable_grad():
+    with torch.enable_grad(), unwatched():
         mine = [x.detach().requires_grad_() for x in (q, k, v)]
         hidden = None if mask is None else hide_minima(mask.detach())
         output, reading = attend(*mine, attn_mask=hidden, stats=("gradient_flow", "pressure"), **options)

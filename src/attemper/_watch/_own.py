@@ -1,0 +1,86 @@
+"""A model that calls this library's own operator: read again beside it, with the same masks and bounds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._backends.torch._operators import OPERANDS, RETURNS, tiles
+from .._backends.torch._tiles import FIELDS, Call
+from .._reading import Reading
+from ._record import Record, unwatched, when_differentiated
+from ._shapes import kind_of
+
+if TYPE_CHECKING:
+    from ._session import Session
+
+NAME = "tiles"
+"""The operator, as torch names it."""
+
+
+def reheated(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
+    """The same call with its scale multiplied."""
+    call = Call(*arguments[:OPERANDS])
+    return (*call._replace(scale=call.scale * factor), *arguments[OPERANDS:])
+
+
+def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tensor, ...]) -> Record:
+    """The Record of one call, which waits for the gradients of q and of the output."""
+    call = Call(*arguments[:OPERANDS])
+    # What was dropped is no part of what attention chose.
+    detached: list[Any] = [x.detach() if isinstance(x, Tensor) else x for x in call]
+    plain = Call(*detached)._replace(seed=None, dropout_p=0.0)
+    scales = plain.scale.flatten().tolist()
+    scale: Any = scales[0] if len(set(scales)) == 1 else tuple(scales)
+    site = session.site(
+        call.q,
+        call.k,
+        kind="attemper",
+        scale=scale,
+        scale_argument=scale,
+        product_scale=1.0,
+        traced=(call.q, call.k),
+        softcap=call.softcap,
+        mask=kind_of(call.mask),
+        # Causality, windows and lengths have become bounds by now; which of them it was is not known.
+        causal=call.stop is not None,
+    )
+    reading = _read(plain._replace(v=None), FIELDS)
+    record = Record(site, reading, of_model=session.sequences)
+    padding = session.padding_of(site, call.q.shape[0], call.q.shape[2], call.k.shape[2])
+    if padding is not None:
+        shares = padding[:, None, :, None].expand(-1, call.k.shape[1], -1, 1).to(call.q.dtype)
+        with torch.no_grad(), unwatched():
+            record.leave_out(padding, tiles(*plain._replace(v=shares), "")[0][..., 0].float())
+    if call.v is None:
+        return record
+    record.look_at_output(result[0])
+
+    def of_q(grad: Tensor) -> None:
+        record.pressure = (plain.q.float() * grad.detach().float()).sum(-1)
+
+    def of_output(grad: Tensor) -> None:
+        with torch.enable_grad():
+            again = plain._replace(q=plain.q.requires_grad_())
+            waiting = _read(again, ("gradient_flow", "pressure"), grad)
+        record.gradient_flow = waiting.gradient_flow
+
+    when_differentiated(record, call.q, session, of_q)
+    when_differentiated(record, result[0], session, of_output)
+    return record
+
+
+def _read(call: Call, names: tuple[str, ...], grad: Tensor | None = None) -> Reading:
+    """The Reading of a call; with the gradient that arrived at its output, what a backward pass adds."""
+    needed = {*names, "logsumexp", "max_logit", "largest_weight"}
+    with torch.set_grad_enabled(grad is not None), unwatched():
+        found = dict(zip(RETURNS, tiles(*call, ",".join(sorted(needed))), strict=True))
+        if grad is not None:
+            torch.autograd.grad(found["output"], call.q, grad.detach().to(found["output"].dtype))
+    rows = tuple(call.q.shape[:3])
+    fields = {name: found[name].detach() for name in FIELDS if tuple(found[name].shape) == rows}
+    if grad is None:
+        return Reading(backend="beside", rows=rows, **fields)
+    return Reading(backend="beside", rows=rows, gradients=found["gradients"].detach(), awaited=names, **fields)
