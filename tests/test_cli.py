@@ -107,7 +107,10 @@ class TestExitStatus:
         [
             ([], "attemper: error: the following arguments are required: COMMAND"),
             (["check"], "attemper check: error: name a TARGET: demo, a directory, a hub id, or package.module:factory"),
-            (["chek", "demo"], "attemper: error: argument COMMAND: invalid choice: 'chek' (choose from 'check', 'trace')"),
+            (
+                ["chek", "demo"],
+                "attemper: error: argument COMMAND: invalid choice: 'chek' (choose from 'check', 'lab', 'trace')",
+            ),
             (
                 ["check", "demo", "--tokens", "0"],
                 "attemper check: error: argument --tokens: '0' is not a whole number above 0",

@@ -389,7 +389,7 @@ def test_the_modules_join_into_one():
     assert len(names) == len(set(names)), sorted(n for n in set(names) if names.count(n) > 1)
     assert "</" not in re.sub(r'"<svg></svg>"', "", code)
     listed = {entry.name for entry in files("attemper.report").joinpath("static").iterdir()}
-    assert {f"{name}.js" for name in _html.MODULES} | {"report.css"} == listed
+    assert {f"{name}.js" for name in _html.MODULES} | {"report.css", "lab.css", "lab.js"} == listed
 
 
 def test_modules_import_only_what_is_before_them_and_exported():

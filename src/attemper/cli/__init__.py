@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from .._errors import AttemperError
-from . import _check, _trace
+from . import _check, _lab, _trace
 from ._shared import INTERRUPTED, OK, USAGE, say
 
 
@@ -74,7 +74,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"attemper {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (_check, _trace):
+    for command in (_check, _lab, _trace):
         command.add_parser(commands)
     for parser_of_command in commands.choices.values():
         parser_of_command.add_argument("--traceback", action="store_true", help="show where an error came from")

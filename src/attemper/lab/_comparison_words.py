@@ -1,0 +1,134 @@
+"""The comparison of unscaled with √d_k in sentences, all composed from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import _comparison as by
+from ._comparison import WITH, WITHOUT, Comparison, Point
+from ._comparison_views import sized
+from ._result import FAILS, HOLDS, OPEN
+
+if TYPE_CHECKING:
+    from .training import Config
+
+
+def measured(config: Config, points: Sequence[Point]) -> str:
+    """The difference of the losses at the base, by task."""
+    found = []
+    for task in config.tasks:
+        for measure in (by.TRAINING, by.VALIDATION):
+            at = [p for p in points if p.part == measure.part and p.task == task and p.axis == "head width"]
+            found += [f"{measure.name} {sized(p.evidence.estimate)}" for p in at if p.at == config.at_head_dim]
+        if found and not found[-1].endswith(")"):
+            found[-1] += f" ({task})"
+    return f"unscaled − √d_k at head width {config.at_head_dim}: " + ", ".join(found)
+
+
+def reason(config: Config, comparison: Comparison, points: Sequence[Point]) -> str:
+    """Where training ends worse, and which other parts of the claim hold where."""
+    ends = "; ".join(f"on {task} {_conditions(config, points, task)}" for task in config.tasks)
+    everywhere, others = [], []
+    for part in dict.fromkeys(point.part for point in points if point.part != by.TRAINING.part):
+        those = [point for point in points if point.part == part]
+        held = [point for point in those if point.outcome == HOLDS]
+        refuted = sum(point.outcome == FAILS for point in those)
+        rest = f"refuted in {refuted} and not decided in {len(those) - len(held) - refuted} of {len(those)} comparisons"
+        if len(held) == len(those):
+            everywhere.append(f"“{part}”")
+        elif held:
+            others.append(f"“{part}” holds {_within(held)} ({rest})")
+        else:
+            others.append(f"“{part}” holds nowhere ({rest})")
+    if everywhere:
+        others.insert(0, f"{_and(everywhere)} {'hold' if len(everywhere) > 1 else 'holds'} wherever measured")
+    said = [f"Without √d_k training ends worse {ends}."]
+    if others:
+        said.append(f"Of the other parts of the claim, {'; '.join(others)}.")
+    said.append(_stability_in_words(config, comparison))
+    return " ".join(one for one in said if one)
+
+
+def _conditions(config: Config, points: Sequence[Point], task: str) -> str:
+    """Where along each axis the training loss is higher."""
+    from .training import AXES
+
+    found: dict[str, dict[Any, str]] = {axis: {} for axis in AXES}
+    for p in points:
+        if p.part == by.TRAINING.part and p.task == task and p.at != "its best":
+            found[p.axis][p.at] = p.outcome
+    base = config.base(task)
+    everywhere, others = [], []
+    for axis, name in AXES.items():
+        values = [getattr(cell, name) for cell in config.along(axis, task)]
+        if len(values) < 2 and axis != "head width":
+            continue
+        # The base was judged among the head widths.
+        at_base = found["head width"].get(base.head_dim)
+        held = [at for at in values if (at_base if at == getattr(base, name) else found[axis].get(at)) == HOLDS]
+        if len(held) == len(values):
+            everywhere.append(axis)
+        else:
+            others.append(f"at {axis} {_list(held)}" if held else f"at no {axis}")
+    if everywhere:
+        others.insert(0, f"at every {_and(everywhere)}")
+    return ", ".join(others)
+
+
+def _within(points: Sequence[Point]) -> str:
+    """Where the points are, by task."""
+    found: dict[str, list[str]] = {}
+    for p in points:
+        at = p.evidence.name.partition(",")[0] if p.part == by.DEEPER else str(p.at)
+        found.setdefault(p.task, []).append(at)
+    deeper = points[0].part == by.DEEPER
+    return " and ".join(
+        f"on {task} {'in the' if deeper else 'at head width'} {_list(values)}" for task, values in found.items()
+    )
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _list(values: Iterable[Any]) -> str:
+    return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+
+
+def _stability_in_words(config: Config, comparison: Comparison) -> str:
+    cells = config.higher_rates()
+    if not cells:
+        return ""
+    (bad, runs), (as_bad, as_many) = (comparison.diverged(cells, rule) for rule in (WITHOUT, WITH))
+    return (
+        f"At learning rates above {config.at_learning_rate:g}, {bad} of {runs} runs without √d_k and {as_bad} of "
+        f"{as_many} with it diverged."
+    )
+
+
+def summary(config: Config, comparison: Comparison, points: Sequence[Point]) -> str:
+    """What was found and where no harm was, in a few sentences."""
+    losses = [p for p in points if p.part == by.TRAINING.part]
+    worse = [p for p in losses if p.outcome == HOLDS]
+    opening = (
+        f"{len(comparison.records)} models were trained, {config.seeds} seeds for each condition, and compared seed by "
+        f"seed. Without √d_k the training loss ended more than {config.nats:g} nats higher in {len(worse)} of "
+        f"{len(losses)} comparisons."
+    )
+    sentences = [opening]
+    harmless = [p for p in losses if p.outcome == FAILS]
+    if harmless:
+        sentences.append(f"No such harm was done with {_places(harmless)}.")
+    undecided = [p for p in losses if p.outcome == OPEN]
+    if undecided:
+        sentences.append(f"It cannot be told with {_places(undecided)}.")
+    best = [p for p in losses if p.at == "its best"]
+    if best:
+        sizes = " and ".join(f"{sized(p.evidence.estimate)} on {p.task}" for p in best)
+        sentences.append(f"Each at the learning rate that suits it best, the difference is {sizes}.")
+    return " ".join(sentences)
+
+
+def _places(points: Sequence[Point]) -> str:
+    return "; ".join(f"{p.axis} {_list([p.at])} on {p.task} ({sized(p.evidence.estimate)})" for p in points)
