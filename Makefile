@@ -3,17 +3,21 @@ PYTHON ?= python3
 BIN = .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint bench docs mutants clean
+.PHONY: demo lab test lint bench docs mutants clean
 .DELETE_ON_ERROR:
 
 # A check of a real model, healthy and broken; the reports are left here.
 demo: .venv/demo.done
 	$(BIN)/python examples/demo.py
 
+# Every claim about √d_k put to a measurement, and one page with the answers; minutes.
+lab: .venv/lab.done .venv/demo.done
+	$(BIN)/attemper lab all --quick
+
 # One BLAS thread a worker: OpenBLAS threads that outnumber the cores wait for each other.
 test: export OPENBLAS_NUM_THREADS = 1
 test: export OMP_NUM_THREADS = 1
-test: .venv/test.done
+test: .venv/test.done .venv/demo.done
 	$(BIN)/python -m pytest -n auto
 
 lint: .venv/lint.done
@@ -27,9 +31,8 @@ bench: .venv/test.done .venv/zoo.done
 	$(BIN)/python benchmarks/watch_cost.py
 	$(BIN)/python benchmarks/planted_faults.py
 
-# Rewrites the tables in docs/ that are made from the code, then runs every example in them.
+# Rewrites the tables and figures in docs/ that are made from code and data, then runs every example in them.
 docs: .venv/test.done
-	$(BIN)/python scripts/make_picture.py
 	$(BIN)/python scripts/make_tables.py
 	$(BIN)/python -m pytest tests/test_docs.py
 
@@ -55,4 +58,4 @@ mutants: .venv/test.done
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist attemper-report*
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist attemper-report* attemper-lab

@@ -1,4 +1,7 @@
-"""Fill the tables of the documentation that are made from the code: between <!-- table: name --> and <!-- end -->."""
+"""Fill the tables of the documentation that are made from code and data: between <!-- table: name --> and <!-- end -->.
+
+Draws the figures of docs/lab as well, from the answers beside them.
+"""
 
 import json
 import re
@@ -9,6 +12,8 @@ from pathlib import Path
 from attemper import Reading
 from attemper._reading import FIELDS
 from attemper._vitals import field_table
+from attemper.lab import CLAIMS, QUESTIONS, Result
+from attemper.report._lab_view import cell_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -157,6 +162,67 @@ def zoo_summary_table() -> str:
     return _table(head, rows)
 
 
+LAB = ROOT / "docs/lab"
+FIGURES = ("rules", "training")
+"""Questions of which a page shows the figure."""
+
+
+def _answer(question: str) -> dict:
+    return json.loads((LAB / f"{question}.json").read_text())
+
+
+def claims_table() -> str:
+    """Every claim, its verdict and what was measured."""
+    found: dict[int, list[tuple[str, dict]]] = {claim: [] for claim in CLAIMS}
+    for question in QUESTIONS:
+        for verdict in _answer(question)["verdicts"]:
+            if verdict["claim"] is not None:
+                found[verdict["claim"]].append((question, verdict))
+    rows = []
+    for claim, verdicts in found.items():
+        outcomes = " / ".join(dict.fromkeys(f"**{verdict['outcome']}**" for _, verdict in verdicts))
+        measured = "; ".join(verdict["measured"] for _, verdict in verdicts)
+        asked = ", ".join(f"`{question}`" for question, _ in verdicts)
+        rows.append((str(claim), CLAIMS[claim], outcomes, measured, asked))
+    return _table(("", "claim", "verdict", "measured", "question"), [_escaped(row) for row in rows])
+
+
+def claims_summary_table() -> str:
+    """How many claims came out how."""
+    outcomes: dict[str, list[int]] = {}
+    for question in QUESTIONS:
+        for verdict in _answer(question)["verdicts"]:
+            if verdict["claim"] is not None and verdict["claim"] not in outcomes.setdefault(verdict["outcome"], []):
+                outcomes[verdict["outcome"]].append(verdict["claim"])
+    rows = [
+        (outcome, str(len(outcomes[outcome])), ", ".join(map(str, sorted(outcomes[outcome]))))
+        for outcome in ("holds", "holds only if", "does not hold", "not decided")
+        if outcome in outcomes
+    ]
+    return _table(("of 25 claims", "", "which"), rows)
+
+
+def training_table() -> str:
+    """The verdict, what it rests on, and the tables of the full study."""
+    record = _answer("training")
+    verdict = record["verdicts"][0]
+    parts = [
+        f"**Claim 23 {verdict['outcome'].replace('if', 'under conditions')}.** {verdict['reason']}",
+        record["summary"],
+    ]
+    for table in record["tables"]:
+        head = tuple(table["columns"])
+        rows = [tuple("" if cell is None else cell_text(cell) for cell in row) for row in table["rows"]]
+        parts += [f"**{table['title']}**", _table(head, [_escaped(row) for row in rows])]
+        if table["note"]:
+            parts.append(table["note"])
+    return "\n\n".join(parts)
+
+
+def _escaped(row: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(cell.replace("|", "\\|") for cell in row)
+
+
 def _percent(planted: list[dict]) -> str:
     return f"{100 * sum(f['found'] for f in planted) / max(len(planted), 1):.1f} %"
 
@@ -178,6 +244,9 @@ QUICK = {
     "watch": watch_table,
     "zoo": zoo_table,
     "zoo_summary": zoo_summary_table,
+    "claims": claims_table,
+    "claims_summary": claims_summary_table,
+    "training_study": training_table,
 }
 TABLES = {**QUICK, "torch": torch_table}
 
@@ -200,6 +269,8 @@ def main() -> int:
         if new != text:
             page.write_text(new)
             print(f"{page.relative_to(ROOT)} rewritten")
+    for question in FIGURES:
+        Result.from_dict(_answer(question)).save(LAB / f"{question}.svg")
     return 0
 
 

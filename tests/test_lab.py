@@ -316,6 +316,9 @@ class TestVerdictsCanTurn:
         result = lab.run("correlation", d_k=(16, 256), correlation=0.01, half_width=0.05)
         assert result.verdict(3).outcome != ONLY_IF
 
+    def test_widths_that_do_not_collapse_decide_nothing(self):
+        assert lab.run("saturation", d_k=(4, 16)).verdict(11).outcome == OPEN
+
     def test_too_few_samples_decide_nothing(self):
         result = lab.run("variance", d_k=(64,), relative=0.5, most=64)
         assert result.verdict(1).outcome == OPEN

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 # Small enough for seconds, large enough that every verdict is decided.
 SMALL = {
     "gradients": gradients.Config(
-        d_k=(16, 64), half_width=0.02, tolerance=0.05, repeats=4, models=4, steps=20, optimisers=("adam",)
+        d_k=(16, 64), half_width=0.02, tolerance=0.05, repeats=4, models=4, steps=20, optimisers=("Adam",)
     ),
     "overflow": overflow.Config(keys=(1, 128), d_k=(16, 64), repeats=3),
     "heads": heads.Config(width=128, heads=(1, 4), tokens=32, half_width=0.03, tolerance=0.1),
@@ -159,7 +159,7 @@ def test_both_notes_about_gradients_hold_of_different_things(small):
 def test_without_a_difference_between_the_rules_nothing_holds(monkeypatch):
     monkeypatch.setattr(gradients, "scale_for", lambda rule, d_k: 1 / math.sqrt(d_k))
     config = gradients.Config(
-        d_k=(64,), half_width=0.05, tolerance=0.1, repeats=2, models=2, steps=1, optimisers=("adam",), most=8
+        d_k=(64,), half_width=0.05, tolerance=0.1, repeats=2, models=2, steps=1, optimisers=("Adam",), most=8
     )
     result = lab.ask("gradients", config)
     assert {one.claim: one.outcome for one in result.verdicts} == {12: FAILS, 13: FAILS, 14: FAILS}

@@ -360,3 +360,14 @@ def test_results_say_where_they_come_from(tiny):
     table = next(table for table in tiny.tables if table.title == "What was learned from")
     assert [row[0] for row in table.rows] == ["text", "digits"]
     assert all(len(row[2]) == 64 for row in table.rows)
+
+
+def test_every_rule_is_another_scale():
+    """Where two rules came to the same number, their comparison would say nothing."""
+    config = training.Config()
+    scales = {
+        rule: _study._attention(dataclasses.replace(config.base("text"), rule=rule), config.settings()).scale_value()
+        for rule in ("unscaled", "sqrt_dk", "dk", "sqrt_dmodel")
+    }
+    assert len(set(scales.values())) == len(scales)
+    assert scales["sqrt_dmodel"] == pytest.approx(1 / math.sqrt(config.heads * config.at_head_dim))

@@ -13,7 +13,7 @@ CLAIMS = {
     10: "A gap of 4 between two scores is already one-sided.",
     11: "Without scaling, softmax collapses onto one token as d_k grows.",
     12: "The gradient of softmax is p(1 − p), so saturation makes it vanish.",
-    13: "Without scaling gradients explode (one note); without scaling gradients vanish (the others).",
+    13: "Without scaling gradients explode, say some; without scaling they vanish, say others.",
     14: "The positions that attention ignores get tiny gradients.",
     15: "The exponential of large scores overflows.",
     16: "Additive (Bahdanau) scores lie in [−1, 1] because of tanh and so need no scaling; they are slower to compute.",

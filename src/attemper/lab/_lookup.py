@@ -13,7 +13,7 @@ from .._attend import attend
 from .._scale import scale_for
 from ._statistics import generator
 
-RATES = {"adam": 0.01, "sgd": 3.0}
+RATES = {"Adam": 0.01, "SGD": 3.0}
 """Learning rates at which the lookup is learned within the run."""
 
 TOKENS, LABEL, BATCH = 32, 16, 12
@@ -61,7 +61,7 @@ def train(
     width = d_k + LABEL
     w_q, w_k, w_v, w_o = matrices = [matrix(width, d_k), matrix(width, d_k), matrix(width, d_k), matrix(d_k, LABEL)]
     scale = torch.tensor([scale_for(rule, d_k) for rule in rules for _ in range(models)])
-    make = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimiser]
+    make = {"Adam": torch.optim.Adam, "SGD": torch.optim.SGD}[optimiser]
     descent = make(matrices, lr=RATES[optimiser])
     history: dict[str, list[Any]] = {"loss": [], "W_Q": [], "flow": []}
     for _ in range(steps + 1):

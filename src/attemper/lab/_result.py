@@ -199,7 +199,7 @@ def judge(evidence: Iterable[Evidence]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a run says of one claim; claim None is a question that the notes do not raise."""
+    """What a run says of one claim; claim None is a question that no claim raises."""
 
     claim: int | None
     outcome: str
@@ -492,7 +492,7 @@ def _markdown(result: Result) -> str:
 def _svg(result: Result) -> str:
     from ..report import lab_svg
 
-    return lab_svg(result.to_dict())
+    return lab_svg(result.to_dict(), ground=True)
 
 
 def _png(result: Result) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .._scale import scale_for
 from .._vitals import Vitals
 from ._result import rounded
 from ._statistics import generator
@@ -32,7 +33,11 @@ def _attention(cell: Cell, settings: Settings) -> Any:
         return nn.CosineAttention(settings.width, settings.heads, **shape)
     if cell.rule == "additive":
         return nn.AdditiveAttention(settings.width, settings.heads, **shape)
-    scale, norm = ("sqrt_dk", "rms") if cell.rule == "qk_norm" else (cell.rule, None)
+    scale: Any = "sqrt_dk" if cell.rule == "qk_norm" else cell.rule
+    if cell.rule == "sqrt_dmodel":
+        # The head width is free of the model's here: what the rule would divide by is the width of all heads together.
+        scale = scale_for("sqrt_dmodel", cell.head_dim, model_dim=settings.heads * cell.head_dim)
+    norm = "rms" if cell.rule == "qk_norm" else None
     return nn.MultiheadAttention(settings.width, settings.heads, **shape, scale=scale, qk_norm=norm)
 
 

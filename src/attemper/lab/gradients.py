@@ -50,7 +50,7 @@ class Config(Base):
     optimisers: tuple[str, ...] = knob(tuple(RATES), "optimisers of the training", choices=tuple(RATES))
 
 
-QUICK = Config(half_width=0.01, tolerance=0.03, repeats=8, models=6)
+QUICK = Config(half_width=0.003, tolerance=0.03, repeats=8, models=6)
 
 
 def run(config: Config, progress: Progress) -> Result:
@@ -325,8 +325,8 @@ def _pace(config: Config, inside: dict[tuple[int, str], list[Estimate]]) -> str:
     before, last = config.d_k[-2:]
     fall = math.log(inside[last, "unscaled"][0].value / inside[before, "unscaled"][0].value) / math.log(last / before)
     return (
-        f" From d_k {before} to {last} the mean falls like d_k to the power {fall:.2f}, no faster, since in some rows "
-        "two keys are nearly level."
+        f" From d_k {before} to {last} the mean falls like d_k to the power −{abs(fall):.2f}, no faster, since in some "
+        "rows two keys are nearly level."
     )
 
 

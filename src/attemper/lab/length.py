@@ -78,8 +78,8 @@ def run(config: Config, progress: Progress) -> Result:
                 expected="with a fixed scale a long context dilutes attention; ln n keeps it",
                 measured=f"from {first} to {last} keys the weight goes to {kept['fixed']} of what it was with a fixed "
                 f"scale, {kept['root']} with √(ln n) and {kept['log_n']} with ln n",
-                reason="No claim of the notes, and a reason to look at n beside d_k: √d_k is made for the spread of "
-                "one score and knows nothing of how many there are.",
+                reason="None of the claims is about it, and it is a reason to look at n beside d_k: √d_k is made for "
+                "the spread of one score and knows nothing of how many there are.",
                 evidence=evidence,
             ),
         ),

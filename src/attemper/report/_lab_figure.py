@@ -61,13 +61,14 @@ def to_png(record: Record) -> bytes:
     return out.getvalue()
 
 
-def to_svg(record: Record, *, panel: int | None = None, prefix: str | None = None) -> str:
-    """The figure, or one panel of it, as SVG without a background: the same record gives the same bytes.
+def to_svg(record: Record, *, panel: int | None = None, prefix: str | None = None, ground: bool = False) -> str:
+    """The figure, or one panel of it, as SVG: the same record gives the same bytes.
 
     Args:
         record: what `Result.to_dict` wrote.
         panel: draw this one alone.
         prefix: what the ids begin with, so that many figures fit in one page; the question's name by default.
+        ground: draw on white, for a file that a dark page may show; without it the ink is that of the page around.
     """
     panels = checked(record)["panels"]
     panels = panels if panel is None else panels[panel : panel + 1]
@@ -75,7 +76,11 @@ def to_svg(record: Record, *, panel: int | None = None, prefix: str | None = Non
     with _drawing():
         _figure(panels).savefig(out, format="svg", transparent=True, metadata={"Date": None})
     name = prefix or f"{record['question']}-{'figure' if panel is None else panel}"
-    return inline(out.getvalue(), re.sub(r"[^\w-]", "-", name), " ".join(_in_words(one) for one in panels))
+    drawn = inline(out.getvalue(), re.sub(r"[^\w-]", "-", name), " ".join(_in_words(one) for one in panels))
+    if not ground:
+        return drawn
+    end = drawn.index(">")
+    return f'{drawn[:end]} color="{INK}"><rect width="100%" height="100%" fill="#fff"/>{drawn[end + 1 :]}'
 
 
 def require() -> None:
