@@ -21,6 +21,8 @@ from attemper._reading import FIELDS, MEASURED
 from attemper.nn import AdditiveAttention, CosineAttention, MultiheadAttention, _additive_tiles
 from attemper.testing import assert_within_budget, compare
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own use of it
+
 WIDE, HEADS, BATCH, QUERIES, KEYS = 12, 3, 2, 5, 7
 EVERY = (MultiheadAttention, CosineAttention, AdditiveAttention)
 every = pytest.mark.parametrize("kind", EVERY, ids=lambda kind: kind.__name__)
@@ -1000,7 +1002,6 @@ def test_memory_is_linear():
     assert float(run.stdout) < 32
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 def test_additive_refuses_what_it_cannot_differentiate():
     module = AdditiveAttention(WIDE, HEADS, dtype=torch.float64)
     x = draw(1, QUERIES, WIDE)

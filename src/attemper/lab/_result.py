@@ -143,25 +143,9 @@ class Estimate:
         return Estimate(self.value * factor, low, high, self.count)
 
     def __str__(self) -> str:
-        return self._in_words().replace("-", "−")
+        from ..report._lab_view import estimate_text
 
-    def _in_words(self) -> str:
-        if self.low == self.high:
-            return f"{self.value:.4g}"
-        if not math.isfinite(self.half_width):
-            return f"{self.value:.3g} (one sample)"
-        # A share near 0 or 1 does not lie in the middle of its interval.
-        if abs((self.low + self.high) / 2 - self.value) > 0.1 * self.half_width:
-            return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
-        # Two digits of the half-width, and as many places of the value.
-        places = max(0, 1 - math.floor(math.log10(self.half_width))) if self.half_width < 10 else 0
-        if places > 6:
-            return f"{self.value:.6g} ± {self.half_width:.1g}"
-        half = f"{self.half_width:.{places}f}"
-        value = f"{self.value:.{places}f}"
-        if "." in value and value.rstrip("0").endswith(".") and half.rstrip("0").endswith("."):
-            return f"{value.rstrip('0').rstrip('.')} ± {half.rstrip('0').rstrip('.')}"
-        return f"{value} ± {half}"
+        return estimate_text(dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)

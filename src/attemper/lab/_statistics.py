@@ -98,7 +98,7 @@ def mean_of(samples: Any) -> Estimate:
     """The mean of independent samples, with its interval.
 
     >>> print(mean_of([1.0, 2.0, 3.0, 4.0, 5.0]))
-    3 ± 2
+    3.0 ± 2.0
     """
     moments = Moments.of(np.asarray(samples, dtype=np.float64))
     return _estimate(moments.mean, moments.half_width_of_mean(), moments.count)

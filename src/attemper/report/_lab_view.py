@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .._errors import OptionError, brief, explain
-from ._numbers import number, shown, with_error
+from ._numbers import number, shown
 
 SCHEMA = "attemper.lab/1"
 
@@ -76,7 +76,15 @@ def estimate_text(estimate: Record) -> str:
     # A share near 0 or 1 does not lie in the middle of its interval.
     if abs((low + high) / 2 - value) > 0.1 * half:
         return f"{number(value, 3)} ({number(low, 3)} to {number(high, 3)})"
-    return with_error(value, half)
+    # Two digits of the half-width, and as many places of the value.
+    places = max(0, 1 - math.floor(math.log10(half)))
+    if places > _PLACES:
+        return f"{value:.{_PLACES}g} ± {half:.1g}".replace("-", "−")
+    return f"{value:.{places}f} ± {half:.{places}f}".replace("-", "−")
+
+
+_PLACES = 6
+"""Behind the point, at the most: a result has no more digits than that."""
 
 
 def band_text(evidence: Record) -> str:
