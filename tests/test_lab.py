@@ -27,7 +27,7 @@ REDUCED = {
     "cost": {"lengths": (256, 1024, 2048), "repeats": 1},
 }
 EXPECTED = {
-    1: ONLY_IF,
+    1: HOLDS,
     2: ONLY_IF,
     3: ONLY_IF,
     4: ONLY_IF,
@@ -152,6 +152,35 @@ class TestTypes:
             with pytest.raises(attemper.OptionError) as error:
                 lab.run("variance", **knobs)
             assert words in str(error.value)
+
+    def test_values_are_sorted_and_once_each(self):
+        config = lab.load("saturation").Config(d_k=(64, 4, 64))
+        assert config.d_k == (4, 64)
+
+    def test_a_question_that_compares_wants_two(self):
+        for name, knobs in (
+            ("saturation", {"d_k": (16,)}),
+            ("length", {"keys": (128, 128)}),
+            ("norms", {"d_k": (16,)}),
+        ):
+            with pytest.raises(attemper.OptionError, match=r"has one value, .*\n  Pass at least 2"):
+                lab.run(name, **knobs)
+
+    def test_a_condition_that_was_not_borne_out_is_no_reason(self):
+        missed = Evidence("ratio", Estimate.exact(3.0), 0.9, 1.1)
+        words = {"claim": 2, "expected": "", "measured": "", "reason": "It holds if q and k are independent."}
+        verdict = lab.Verdict(**words, outcome=FAILS, evidence=(missed,))
+        assert verdict.reason == "Not every number lies where the claim wants it: ratio: 3 (does not hold)."
+        assert lab.Verdict(**words, outcome=ONLY_IF, evidence=(missed,)).reason == words["reason"]
+
+    def test_what_is_no_answer(self):
+        for text, words in (("[]", "schema is None"), ("docs/lab/rules.json", "not JSON"), (None, "not JSON")):
+            with pytest.raises(attemper.OptionError, match=words):
+                lab.Result.from_json(text)
+
+    def test_a_claim_that_is_not_judged(self, results):
+        with pytest.raises(attemper.OptionError, match=r"does not judge claim 99\.\n  It judges 6, 7, 8, 9, 10"):
+            results["softmax"].verdict(99)
 
     def test_unknown_question(self):
         with pytest.raises(attemper.OptionError, match="Did you mean 'variance'"):

@@ -103,7 +103,7 @@ def show_questions(options: argparse.Namespace) -> int:
             notes.append(f"needs {', '.join(missing)}")
             fixes.append(fix_for(missing))
         sys.stdout.write(f"{one.name:<{wide}}  {one.asks}{'  (' + '; '.join(notes) + ')' if notes else ''}\n")
-    say("\nattemper lab QUESTION asks one of them, attemper lab all asks them all; see --quick and --help.")
+    say("\nattemper lab QUESTION asks one of them, attemper lab all asks them all. Both take --quick and --help.")
     for fix in dict.fromkeys(fixes):
         say(f"For what is missing: {fix}")
     return OK

@@ -52,10 +52,15 @@ def run(options: argparse.Namespace) -> int:
     try:
         with warnings_in_words():
             study.ask([name for name in QUESTIONS if name in wanted])
+    except KeyboardInterrupt:
+        say(f"{len(study.records)} of {len(wanted)} answers are in {options.out}; --resume goes on from them.")
+        raise
     finally:
         # After an interrupt too: what is done is on the page.
         study.write_page()
     records = study.in_order()
+    asked = {claim for name in wanted for claim in QUESTIONS[name].claims}
+    asked |= {verdict["claim"] for record in records for verdict in record["verdicts"]}
     text = json.dumps(records, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     if options.json not in (None, "-"):
         say(f"wrote {save(Path(options.json), lambda draft: draft.write_text(text, encoding='utf-8'))}")
@@ -63,7 +68,9 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
-        open_console(stderr=False).print(lab_summary(CLAIMS, records))
+        open_console(stderr=False).print(
+            lab_summary({claim: says for claim, says in CLAIMS.items() if claim in asked}, records)
+        )
     for name, error in study.failures.items():
         say(f"attemper: the question {name!r} failed: {error}")
     return USAGE if study.failures else OK

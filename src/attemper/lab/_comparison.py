@@ -195,20 +195,6 @@ def mean_if_known(values: Iterable[float]) -> Estimate | None:
     return mean_of(known) if len(known) > 1 else None
 
 
-def wilson(count: int, total: int, z: float = 1.959964) -> Estimate:
-    """A share with Wilson's interval, which stays in [0, 1] and is right where the share is 0.
-
-    >>> print(wilson(0, 20).high)
-    0.161125
-    """
-    share = count / total
-    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    # Exactly 0 and 1 at the ends, where rounding would leave a trace.
-    low = middle - half if count else 0.0
-    return Estimate(share, low, middle + half if count < total else 1.0, total)
-
-
 def share_difference(one: Estimate, other: Estimate) -> Estimate:
     """One share less another, by Newcombe's interval (1998, method 10)."""
     value = one.value - other.value

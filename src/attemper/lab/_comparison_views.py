@@ -11,6 +11,7 @@ from . import _comparison as by
 from ._comparison import WITH, WITHOUT, Comparison
 from ._result import Estimate, Panel, Series, Table
 from ._runs import Record
+from ._statistics import share_of
 from ._study import MOMENTS
 from ._study_data import Cell, Data
 
@@ -80,6 +81,7 @@ def _rules(config: Config, comparison: Comparison, task: str) -> Table:
                 mean(lambda one: by.loss(one, "training")),
                 mean(lambda one: by.loss(one, "validation")),
                 mean(by.gap),
+                *(_against(comparison, base, rule, part) for part in ("training", "validation")),
                 mean(lambda one: one["validation_accuracy"]),
                 mean(lambda one: by.vital(one, "normalized_entropy", 0)),
                 mean(lambda one: by.vital(one, "normalized_entropy", by.EARLY)),
@@ -93,6 +95,8 @@ def _rules(config: Config, comparison: Comparison, task: str) -> Table:
             "training loss",
             "validation loss",
             "validation − training",
+            "training loss − that of √d_k",
+            "validation loss − that of √d_k",
             "share of right answers",
             "entropy at the start",
             f"entropy after {MOMENTS[by.EARLY]:.0%}",
@@ -102,6 +106,14 @@ def _rules(config: Config, comparison: Comparison, task: str) -> Table:
         note=f"Means and 95 % intervals over {config.seeds} seeds; losses in nats. Entropy is normalised, over the "
         "layers; pressure is the gradient of the loss to the log of the scale, summed over the layers.",
     )
+
+
+def _against(comparison: Comparison, base: Cell, rule: str, part: str) -> Estimate | None:
+    """The loss of a rule less that of √d_k, seed by seed."""
+    if rule == WITH:
+        return None
+    mine, other = (comparison.of(dataclasses.replace(base, rule=one)) for one in (rule, WITH))
+    return by.mean_if_known(by.loss(a, part) - by.loss(b, part) for a, b in zip(mine, other, strict=True))
 
 
 _LAST = {
@@ -142,7 +154,8 @@ def _along(config: Config, comparison: Comparison, axis: str, name: str) -> Tabl
         rows=tuple(rows),
         note=f"Paired by seed, 95 % intervals over {config.seeds} seeds. All else as at the base: "
         f"{_place(config.base(config.tasks[0]))}. A run whose loss is no longer a number counts with the loss that it "
-        "started from.",
+        "started from. One that never gets to the half-way loss of √d_k counts as if it did at "
+        "its last step, so that the difference is at least what is shown.",
     )
 
 
@@ -153,7 +166,7 @@ def _stability(config: Config, comparison: Comparison) -> Table:
             for rule in (WITH, WITHOUT):
                 own = dataclasses.replace(cell, rule=rule)
                 rise = comparison.mean(own, lambda one: one["rise"])
-                rows.append((task, cell.learning_rate, NAMES[rule], by.wilson(*comparison.diverged([own], rule)), rise))
+                rows.append((task, cell.learning_rate, NAMES[rule], share_of(*comparison.diverged([own], rule)), rise))
     return Table(
         title="Stability",
         columns=("task", "learning rate", "rule", "share of runs that diverged", "largest rise of the loss"),

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .training import Config
 
 
+FEW = 4
+
+
 def measured(config: Config, points: Sequence[Point]) -> str:
     """The difference of the losses at the base, by task."""
     found = []
@@ -34,13 +37,12 @@ def reason(config: Config, comparison: Comparison, points: Sequence[Point]) -> s
         those = [point for point in points if point.part == part]
         held = [point for point in those if point.outcome == HOLDS]
         refuted = sum(point.outcome == FAILS for point in those)
-        rest = f"refuted in {refuted} and not decided in {len(those) - len(held) - refuted} of {len(those)} comparisons"
         if len(held) == len(those):
             everywhere.append(f"“{part}”")
-        elif held:
-            others.append(f"“{part}” holds {_within(held)} ({rest})")
-        else:
-            others.append(f"“{part}” holds nowhere ({rest})")
+            continue
+        # A few places can be named; many are counted, and listed in the tables.
+        places = f" ({_within(held, those)})" if 0 < len(held) <= FEW else ""
+        others.append(f"“{part}” holds in {len(held)} of {len(those)} comparisons{places} and is refuted in {refuted}")
     if everywhere:
         others.insert(0, f"{_and(everywhere)} {'hold' if len(everywhere) > 1 else 'holds'} wherever measured")
     said = [f"Without √d_k training ends worse {ends}."]
@@ -70,22 +72,34 @@ def _conditions(config: Config, points: Sequence[Point], task: str) -> str:
         if len(held) == len(values):
             everywhere.append(axis)
         else:
-            others.append(f"at {axis} {_list(held)}" if held else f"at no {axis}")
+            others.append(_at(axis, held) if held else f"at no {axis}".replace("at no init", "with no init"))
     if everywhere:
         others.insert(0, f"at every {_and(everywhere)}")
     return ", ".join(others)
 
 
-def _within(points: Sequence[Point]) -> str:
-    """Where the points are, by task."""
-    found: dict[str, list[str]] = {}
-    for p in points:
-        at = p.evidence.name.partition(",")[0] if p.part == by.DEEPER else str(p.at)
-        found.setdefault(p.task, []).append(at)
-    deeper = points[0].part == by.DEEPER
-    return " and ".join(
-        f"on {task} {'in the' if deeper else 'at head width'} {_list(values)}" for task, values in found.items()
-    )
+def _within(points: Sequence[Point], judged: Sequence[Point]) -> str:
+    """Where the points are, by task; `judged` are all places that were looked at."""
+    if points[0].part == by.DEEPER:
+        found: dict[str, list[str]] = {}
+        for p in points:
+            found.setdefault(p.task, []).append(p.evidence.name.partition(",")[0])
+        return " and ".join(f"on {task} in the {_and(values)}" for task, values in found.items())
+    told = []
+    for task in dict.fromkeys(p.task for p in points):
+        mine = [p for p in points if p.task == task]
+        if len(mine) == sum(p.task == task for p in judged):
+            told.append(f"everywhere on {task}")
+            continue
+        axes: dict[str, list[Any]] = {}
+        for p in mine:
+            axes.setdefault(p.axis, []).append(p.at)
+        told.append(f"on {task} {', '.join(_at(axis, values) for axis, values in axes.items())}")
+    return " and ".join(told)
+
+
+def _at(axis: str, values: Sequence[Any]) -> str:
+    return f"with the initialiser {_list(values)}" if axis == "initialiser" else f"at {axis} {_list(values)}"
 
 
 def _and(words: Sequence[str]) -> str:
@@ -109,12 +123,12 @@ def _stability_in_words(config: Config, comparison: Comparison) -> str:
 
 def summary(config: Config, comparison: Comparison, points: Sequence[Point]) -> str:
     """What was found and where no harm was, in a few sentences."""
-    losses = [p for p in points if p.part == by.TRAINING.part]
+    losses = [p for p in points if p.part == by.TRAINING.part and p.at != "its best"]
     worse = [p for p in losses if p.outcome == HOLDS]
     opening = (
         f"{len(comparison.records)} models were trained, {config.seeds} seeds for each condition, and compared seed by "
         f"seed. Without √d_k the training loss ended more than {config.nats:g} nats higher in {len(worse)} of "
-        f"{len(losses)} comparisons."
+        f"{len(losses)} conditions."
     )
     sentences = [opening]
     harmless = [p for p in losses if p.outcome == FAILS]
@@ -123,7 +137,7 @@ def summary(config: Config, comparison: Comparison, points: Sequence[Point]) -> 
     undecided = [p for p in losses if p.outcome == OPEN]
     if undecided:
         sentences.append(f"It cannot be told with {_places(undecided)}.")
-    best = [p for p in losses if p.at == "its best"]
+    best = [p for p in points if p.part == by.TRAINING.part and p.at == "its best"]
     if best:
         sizes = " and ".join(f"{sized(p.evidence.estimate)} on {p.task}" for p in best)
         sentences.append(f"Each at the learning rate that suits it best, the difference is {sizes}.")

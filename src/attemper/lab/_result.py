@@ -38,9 +38,11 @@ def rounded(x: float) -> float:
 # What is asked
 
 
-def knob(default: Any, means: str, *, least: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """A field of a Config: its default, what it means, and what it may be."""
-    return field(default=default, metadata={"means": means, "least": least, "choices": choices})
+def knob(
+    default: Any, means: str, *, least: float | None = None, choices: tuple[str, ...] = (), fewest: int = 1
+) -> Any:
+    """A field of a Config: its default, what it means, what it may be, and of several how many there must be."""
+    return field(default=default, metadata={"means": means, "least": least, "choices": choices, "fewest": fewest})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,10 @@ class Config:
             if isinstance(value, str) or not isinstance(value, Iterable):
                 raise OptionError(explain(f"{name} is {brief(value)}.", f"Pass several, as {name}={default!r}."))
             object.__setattr__(self, name, value := tuple(value))
-            if not value:
-                raise OptionError(explain(f"{name} is empty.", f"Pass at least one, as {name}={default!r}."))
+            fewest = knob_of.metadata["fewest"]
+            if len(set(value)) < fewest:
+                headline = f"{name} has one value, {brief(value[0])}." if value else f"{name} is empty."
+                raise OptionError(explain(headline, f"Pass at least {fewest}, as {name}={default!r}."))
             sample = default[0]
         else:
             sample = default
@@ -68,6 +72,9 @@ class Config:
             if default is None and one is None:
                 continue
             self._validate_one(name, one, sample, knob_of.metadata)
+        if isinstance(default, tuple) and not isinstance(sample, str):
+            # Questions follow a quantity as it grows: in whatever order it was given, and once each.
+            object.__setattr__(self, name, tuple(sorted(set(value))))
 
     def _validate_one(self, name: str, one: Any, sample: Any, metadata: Mapping[str, Any]) -> None:
         if metadata["choices"] and one not in metadata["choices"]:
@@ -198,6 +205,17 @@ class Verdict:
             raise unknown("outcome", self.outcome, OUTCOMES)
         if self.claim is not None and self.claim not in CLAIMS:
             raise unknown("claim", str(self.claim), map(str, CLAIMS))
+        # A reason that names a condition is for a run that bore it out; another run says what it missed.
+        if self.outcome in (FAILS, OPEN) and self.reason.startswith(("It holds if", "Both hold, if")):
+            object.__setattr__(self, "reason", _missed(self.evidence) or self.reason)
+
+
+def _missed(evidence: Iterable[Evidence]) -> str:
+    """Which numbers are not where the claim wants them."""
+    missed = [one for one in evidence if one.outcome() != HOLDS]
+    told = "; ".join(f"{one.name}: {one.estimate} ({one.outcome()})" for one in missed[:3])
+    more = f"; and {len(missed) - 3} more" if len(missed) > 3 else ""
+    return f"Not every number lies where the claim wants it: {told}{more}." if missed else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +304,9 @@ class Result:
         for one in self.verdicts:
             if one.claim == claim:
                 return one
-        raise unknown("claim", str(claim), [str(one.claim) for one in self.verdicts])
+        judged = ", ".join(str(one.claim) for one in self.verdicts if one.claim is not None) or "none"
+        fix = f"It judges {judged}; pass the number of one."
+        raise OptionError(explain(f"The question {self.question!r} does not judge claim {brief(claim)}.", fix))
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON has it: the same seed gives the same bytes on the same machine."""
@@ -324,9 +344,10 @@ class Result:
         """The result that `to_dict` wrote, without what the clock said."""
         from ._questions import load
 
-        if record.get("schema") != SCHEMA:
+        schema = record.get("schema") if isinstance(record, Mapping) else None
+        if schema != SCHEMA:
             fix = f"Pass what Result.to_dict wrote: its schema is {SCHEMA!r}."
-            raise OptionError(explain(f"schema is {brief(record.get('schema'))}.", fix))
+            raise OptionError(explain(f"schema is {brief(schema)}.", fix))
         return cls(
             question=record["question"],
             config=load(record["question"]).Config.from_dict(record["config"]),
@@ -340,7 +361,12 @@ class Result:
     @classmethod
     def from_json(cls, text: str) -> Result:
         """The result that `to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+        try:
+            record = json.loads(text)
+        except (TypeError, json.JSONDecodeError) as error:
+            fix = "Pass the text that Result.to_json wrote: Result.from_json(path.read_text())."
+            raise OptionError(explain(f"This is not JSON: {brief(text)}.", fix)) from error
+        return cls.from_dict(record)
 
     def clock_tables(self) -> list[dict[str, Any]]:
         """What the clock said, as `to_dict` has tables."""

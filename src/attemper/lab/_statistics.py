@@ -108,13 +108,14 @@ def share_of(hits: int, total: int) -> Estimate:
     """A share of independent cases, with Wilson's interval, which does not shrink to nothing at 0 and 1.
 
     >>> print(share_of(0, 20))
-    0 (0 to 0.161)
+    0.000 (0.000 to 0.161)
     """
     z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
     share = hits / total
     centre = (share + z**2 / (2 * total)) / (1 + z**2 / total)
     half = z / (1 + z**2 / total) * math.sqrt(share * (1 - share) / total + z**2 / (4 * total**2))
-    return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), total)
+    # Exactly 0 and 1 at the ends, where rounding would leave a trace.
+    return Estimate(share, centre - half if hits else 0.0, centre + half if hits < total else 1.0, total)
 
 
 def sample_means(

@@ -102,7 +102,7 @@ def run(config: Config, progress: Progress) -> Result:
                 + f"; variance {variances[widest, 'normal']} and, for v of length 1, {variances[widest, 'length 1']}",
                 reason="Scores lie in [−1, 1] only if ‖v‖₁ ≤ 1, which no usual initialiser gives. They need no "
                 "scaling if v keeps a length of order 1, at the start and in training; a v with components of "
-                "variance 1 would want √d_k again. Slower holds.",
+                "variance 1 would want √d_k again. That they are slower holds.",
                 evidence=evidence,
             ),
         ),

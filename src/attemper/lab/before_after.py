@@ -23,7 +23,7 @@ ROUNDING = 10
 class Config(Base):
     """The knobs of `before-after`."""
 
-    d_k: tuple[int, ...] = knob((4, 16, 64, 256, 1024, 4096), "head widths, in rising order", least=1)
+    d_k: tuple[int, ...] = knob((4, 16, 64, 256, 1024, 4096), "head widths", least=1)
     keys: int = knob(128, "keys, and queries", least=2)
     repeats: int = knob(8, "matrices for each width", least=2)
 

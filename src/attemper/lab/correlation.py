@@ -23,7 +23,7 @@ RULES = {"sqrt_dk": "divided by √d_k", "dk": "divided by d_k"}
 class Config(Base):
     """The knobs of `correlation`."""
 
-    d_k: tuple[int, ...] = knob((16, 64, 256, 1024), "head widths, in rising order", least=2)
+    d_k: tuple[int, ...] = knob((16, 64, 256, 1024), "head widths", least=2, fewest=2)
     correlation: float = knob(0.5, "of a query's components with those of the key it looks for", least=0.01)
     keys: int = knob(128, "keys; each query looks for one of them", least=2)
     half_width: float = knob(0.01, "wanted half-width of every mean", least=1e-5)
@@ -65,8 +65,8 @@ def run(config: Config, progress: Progress) -> Result:
         f"product is then {config.correlation}·d_k on average: it grows like d_k and not like √d_k. Divided by √d_k it "
         f"goes from {found['sqrt_dk'][0][0]} at d_k {first} to {found['sqrt_dk'][-1][0]} at d_k {last}, and the weight "
         f"of the key from {found['sqrt_dk'][0][1]} to {found['sqrt_dk'][-1][1]}; divided by d_k it stays at "
-        f"{found['dk'][-1][0]}. This is the μP argument: a multiplier tuned on a narrow model fits a wide one under "
-        "1/d_k. The price is a flat start, until a learned multiplier makes up for it.",
+        f"{found['dk'][-1][0]}. On this rests the case that μP makes: a multiplier tuned on a narrow model "
+        "would fit a wide one under 1/d_k, at the price of a flat start. That is not tried here.",
         verdicts=(
             Verdict(
                 claim=3,

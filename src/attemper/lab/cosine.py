@@ -82,8 +82,8 @@ def run(config: Config, progress: Progress) -> Result:
         f"they are, no key among {config.keys} can get more than e²/(e² + {config.keys - 1}) = {bound:.3f} of the "
         f"weight; at d_k {middle} the normalised entropy is "
         f"{random[middle, 'cosine']['normalized_entropy'].value:.3f}, and a key that is sought and nearly met gets "
-        f"{sought[middle, 'cosine']}. Divided by a temperature of 1/√d_k they behave as q·k/√d_k does; {config.steps} "
-        f"steps of learning bring it to {learned[middle]}, and the key gets {sought[middle, LEARNED]}.",
+        f"{sought[middle, 'cosine']}. Divided by a temperature of 1/√d_k they behave nearly as q·k/√d_k does; "
+        f"{config.steps} steps of learning bring it to {learned[middle]}, and the key gets {sought[middle, LEARNED]}.",
         verdicts=(
             Verdict(
                 claim=17,
@@ -93,8 +93,8 @@ def run(config: Config, progress: Progress) -> Result:
                 f"{random[middle, 'cosine']['normalized_entropy'].value:.3f}, weight on the key sought "
                 f"{sought[middle, 'cosine']}; with a learned τ {sought[middle, LEARNED]}",
                 reason="The divisor √d_k goes, but a temperature has to come: cosines are bounded by 1, so their "
-                "softmax is nearly flat at any width. With a temperature, fixed or learned, cosine scores do well, "
-                "and no growth of q and k can saturate them.",
+                "softmax over many keys is nearly flat at any width. With a temperature, fixed or learned, cosine "
+                "scores do well, and no growth of q and k can saturate them.",
                 evidence=(*claim, *support),
             ),
         ),

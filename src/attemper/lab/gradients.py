@@ -353,7 +353,8 @@ def _which_verdict(
     most = float((history["unscaled"]["W_Q"] / history["unscaled"]["W_Q"][:, :1]).max())
     evidence.append(Evidence(f"‖dW_Q‖ unscaled, largest over first, {optimiser}", Estimate.exact(most), most=5.0))
     outcome = judge(evidence)
-    least = min(_quotient(history, at).value for at in range(config.steps + 1))
+    ratio = [_quotient(history, at).value for at in range(config.steps + 1)]
+    first, least, last = ratio[0], min(ratio), ratio[-1]
     return Verdict(
         claim=13,
         outcome=ONLY_IF if outcome == HOLDS else outcome,
@@ -362,8 +363,9 @@ def _which_verdict(
         f"{ratios[widest]['median row of q']} times, and {inside[widest, 'unscaled'][2].value:.0%} of the keys starve",
         reason="Both hold, if “explode” is said of the norm of the gradient to q, k and their matrices at the start, "
         "and “vanish” of most single positions: few rows and keys carry the large norm. It does not go on growing: "
-        f"trained with {optimiser}, the largest ‖dW_Q‖ of any step and model is {most:.2g} times the first, and its "
-        f"ratio to the scaled one comes down to {least:.2g} on the way.",
+        f"in training with {optimiser}, ‖dW_Q‖ is at most {most:.3g} times what it is at the first step. Its ratio to "
+        f"the scaled one falls from {first:.2g} to {least:.2g} and is {last:.2g} at the end, when the scaled layer has "
+        "learned more and its own gradient is smaller.",
         evidence=tuple(evidence),
     )
 
@@ -381,7 +383,8 @@ def _starved(config: Config, inside: dict[tuple[int, str], list[Estimate]]) -> V
         claim=14,
         outcome=judge(evidence),
         expected="most keys unscaled, few scaled",
-        measured="; ".join(f"{words}: {share} %" for words, share in shares.items())
+        measured="keys with less than a thousandth of the row's largest gradient, "
+        + "; ".join(f"{words}: {share} %" for words, share in shares.items())
         + f" at d_k {', '.join(map(str, config.d_k))}",
         reason="The gradient to a score is p(dP − Σp·dP): a key without weight gets none. With √d_k nearly every key "
         "keeps enough weight to learn from.",

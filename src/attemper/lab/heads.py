@@ -26,7 +26,7 @@ class Config(Base):
     """The knobs of `heads`."""
 
     width: int = knob(512, "width of the model, shared out among the heads", least=2)
-    heads: tuple[int, ...] = knob((1, 2, 4, 8, 16), "numbers of heads, each a divisor of the width", least=1)
+    heads: tuple[int, ...] = knob((1, 2, 4, 8, 16), "numbers of heads, each a divisor of the width", least=1, fewest=2)
     tokens: int = knob(64, "tokens, which are queries and keys", least=2)
     half_width: float = knob(0.005, "wanted half-width of entropies, weights and variances over theory", least=1e-4)
     tolerance: float = knob(0.05, "how near a variance must come to theory, as a share of it", least=1e-3)

@@ -73,8 +73,8 @@ def run(config: Config, progress: Progress) -> Result:
         "of the scaled scores at the start: "
         + "; ".join(f"{name} {', '.join(f'{e.value:.2g} at {w}' for w, e in line)}" for name, line in ends if line)
         + ". The means are 0 everywhere. A fixed standard deviation of the weights makes the scores grow with the "
-        "width of the model, which √d_k cannot know of. So the size of a score at the start says nothing about the "
-        "scale.",
+        "width of the model, which √d_k cannot know of. So a large or small score at the start does not by itself "
+        "say that the scale is wrong.",
         verdicts=(
             Verdict(
                 claim=22,

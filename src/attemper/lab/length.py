@@ -31,9 +31,7 @@ LOST, KEPT = 0.25, 0.6
 class Config(Base):
     """The knobs of `length`."""
 
-    keys: tuple[int, ...] = knob(
-        (128, 512, 2048, 8192, 32768), "numbers of keys, in rising order; the first is n₀", least=8
-    )
+    keys: tuple[int, ...] = knob((128, 512, 2048, 8192, 32768), "numbers of keys; the first is n₀", least=8, fewest=2)
     d_k: int = knob(64, "head width", least=2)
     margin: float = knob(5.0, "mean score of the key that the query looks for, divided by √d_k", least=0.1)
     spread: float = knob(0.5, "standard deviation of the other keys' scores, divided by √d_k", least=0.01)
@@ -68,14 +66,15 @@ def run(config: Config, progress: Progress) -> Result:
         config=config,
         summary=f"A key whose score stands {config.margin:g} above the rest gets {found['fixed'][0][0]} of the weight "
         f"among {first} keys and {found['fixed'][-1][0]} among {last}: every other key adds a little to the "
-        "denominator, so the weight falls like 1/n. To keep it the margin has to grow like ln n, since e^(m·ln n) = "
-        f"n^m. With the scale times ln n / ln {first} the key keeps {found['log_n'][-1][0]}. This is about a key that "
-        "stands out; of keys that differ by chance alone the rule is √(ln n), which keeps less of such a key.",
+        "denominator, so the weight falls, in the end like 1/n. To keep it the margin has to grow like ln n, since "
+        f"e^(m·ln n) = n^m. With the scale times ln n / ln {first} it is {found['log_n'][-1][0]}. This is about a key "
+        "that stands out; of keys that differ by chance alone the rule is √(ln n), which keeps less of such a key.",
         verdicts=(
             Verdict(
                 claim=None,
                 outcome=judge(evidence),
-                expected="with a fixed scale a long context dilutes attention; ln n keeps it",
+                expected="with a fixed scale a long context dilutes attention; a scale that grows like ln n hardly "
+                "does",
                 measured=f"from {first} to {last} keys the weight goes to {kept['fixed']} of what it was with a fixed "
                 f"scale, {kept['root']} with √(ln n) and {kept['log_n']} with ln n",
                 reason="None of the claims is about it, and it is a reason to look at n beside d_k: √d_k is made for "

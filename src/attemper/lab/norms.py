@@ -43,7 +43,7 @@ CASES = ("nothing", "LayerNorm of x", "RMS norm of q and k", "LayerNorm of q and
 class Config(Base):
     """The knobs of `norms`."""
 
-    d_k: tuple[int, ...] = knob((16, 32, 64, 128, 256, 512), "head widths", least=2)
+    d_k: tuple[int, ...] = knob((16, 32, 64, 128, 256, 512), "head widths", least=2, fewest=2)
     width: int = knob(256, "width of the tokens x", least=2)
     size: float = knob(1.0, "typical size of the components of x; tokens differ by a factor of e^±spread", least=1e-3)
     spread: float = knob(0.25, "standard deviation of the logarithm of a token's size", least=0)

@@ -120,7 +120,7 @@ def _crushed(config: Config, found: dict[str, list[dict[str, Estimate]]]) -> Ver
         measured=f"variance times d_k {last['score_variance'].times(config.d_k[-1])}, entropy "
         f"{last['normalized_entropy']} of its largest, largest weight {last['largest_weight']} at d_k {config.d_k[-1]}",
         reason="It holds if q and k are independent, as at the start of training. Once training has made them alike, "
-        "q·k grows like d_k and not like √d_k, and 1/d_k is what keeps it (see the case for 1/d_k).",
+        "q·k grows like d_k and not like √d_k, and 1/d_k is what keeps it (the question `correlation`).",
         evidence=evidence,
     )
 

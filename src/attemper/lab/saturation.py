@@ -22,7 +22,7 @@ STEADY = 0.02
 class Config(Base):
     """The knobs of `saturation`."""
 
-    d_k: tuple[int, ...] = knob((4, 16, 64, 256), "head widths, in rising order", least=1)
+    d_k: tuple[int, ...] = knob((4, 16, 64, 256), "head widths", least=1, fewest=2)
     keys: int = knob(128, "keys, and queries", least=2)
     half_width: float = knob(0.003, "wanted half-width of every mean", least=1e-5)
     most: int = knob(2000, "batches at the most", least=2)
@@ -62,13 +62,14 @@ def run(config: Config, progress: Progress) -> Result:
     if outcome == HOLDS and collapse.outcome() != HOLDS:
         # It falls as the claim says, and at these widths not so far that one could call it collapsed.
         outcome = OPEN
+    lowest, highest = (end(e.value for e in scaled) for end in (min, max))
     return Result(
         question="saturation",
         config=config,
         summary=f"With {config.keys} keys and no scaling, the entropy of attention falls from {plain[0]} of its "
         f"largest at d_k {narrowest} to {plain[-1]} at d_k {widest}, where the largest weight is "
         f"{found['unscaled'][-1]['largest_weight']}. "
-        f"Divided by √d_k the entropy is {scaled[-1]} there, the same at every width.",
+        f"Divided by √d_k the entropy lies between {lowest:.3f} and {highest:.3f} at all of these widths.",
         verdicts=(
             Verdict(
                 claim=11,

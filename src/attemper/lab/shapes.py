@@ -18,7 +18,7 @@ from ._statistics import generator, mean_of
 class Config(Base):
     """The knobs of `shapes`."""
 
-    tokens: int = knob(3, "tokens of the sentence", least=1)
+    tokens: int = knob(3, "tokens of the sentence", least=2)
     d_model: int = knob(512, "width of an embedding", least=1)
     d_k: tuple[int, ...] = knob((1, 8, 64, 512), "head widths", least=1)
     repeats: int = knob(100, "random sentences for each width", least=2)

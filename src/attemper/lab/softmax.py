@@ -89,7 +89,7 @@ def run(config: Config, progress: Progress) -> Result:
                 series=(
                     Series(name="as they are", x=names, y=tuple(weights[8])),
                     Series(name=f"divided by √{config.d_k}", x=names, y=tuple(divided)),
-                    Series(name="divided by 8, as claim 9 has it", x=names, y=tuple(map(float, STATED[9][1]))),
+                    Series(name="what claim 9 states for them", x=names, y=tuple(map(float, STATED[9][1]))),
                 ),
             ),
         ),
@@ -131,9 +131,9 @@ def _verdict(claim: int, weights: list[float]) -> Verdict:
             for s, w, text in zip(scores, weights, written, strict=True)
         )
         right = ", ".join(f"{w:.{max(places + 2, 3)}f}" if places > 2 else f"{w:.3f}" for w in weights)
-        wrong = [e.name for e in evidence if e.outcome() != "holds"]
+        wrong = [w for w, e in zip(weights, evidence, strict=True) if e.outcome() != "holds"]
         order = [float(text) for text in written]
-        reason = f"The {' and the '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what softmax gives."
+        reason = " and ".join(f"{w:.{places + 2}f} rounds to {w:.{places}f}" for w in wrong) + "."
         if sorted(order, reverse=True) != order:
             reason += " The stated weights are not even in the order of the scores."
         if not wrong:

@@ -13,8 +13,9 @@ from ._comparison import WITH, WITHOUT, Comparison, Point
 from ._comparison_views import clock, panels, tables
 from ._comparison_words import measured, reason, summary
 from ._result import Config as Base
-from ._result import Estimate, Evidence, Result, Verdict, knob
+from ._result import Estimate, Evidence, Result, Verdict, knob, versions
 from ._runs import Run, conduct
+from ._statistics import share_of
 from ._study_data import INITIALISERS, RULES, TASKS, Cell, Settings
 
 AXES = {"head width": "head_dim", "depth": "depth", "learning rate": "learning_rate", "initialiser": "initialiser"}
@@ -147,11 +148,18 @@ def run(config: Config, progress: Progress, *, jobs: int = 1, records: str | Pat
         tables=tables(config, comparison, data),
         panels=panels(config, comparison),
         clock=(clock(comparison),),
+        versions=_versions(comparison),
     )
 
 
+def _versions(comparison: Comparison) -> dict[str, str]:
+    """The versions here, but of torch those that the runs were made with: they may come from another machine."""
+    made = sorted({str(record["torch"]) for record in comparison.records.values() if "torch" in record})
+    return {**versions(), **({"torch": ", ".join(made)} if made else {})}
+
+
 def evidence(config: Config, comparison: Comparison) -> tuple[Point, ...]:
-    """What the claim's parts rest on: each at the narrowest, base and widest head, the training loss everywhere."""
+    """What the claim's parts rest on: every measure at every condition."""
     points: list[Point] = []
 
     def add(measure: by.Measure, cell: Cell, axis: str, at: Any, difference: Estimate | None, part: str = "") -> None:
@@ -165,12 +173,8 @@ def evidence(config: Config, comparison: Comparison) -> tuple[Point, ...]:
             for cell in config.along(axis, task):
                 # The base lies on every axis and is judged on the first.
                 if axis == "head width" or cell != config.base(task):
-                    add(by.TRAINING, cell, axis, getattr(cell, name), comparison.difference(cell, by.TRAINING))
-        widths = config.along("head width", task)
-        chosen = dict.fromkeys((widths[0], config.base(task), widths[-1]))
-        for measure in by.MEASURES:
-            for cell in chosen if measure is not by.TRAINING else ():
-                add(measure, cell, "head width", cell.head_dim, comparison.difference(cell, measure))
+                    for measure in by.MEASURES:
+                        add(measure, cell, axis, getattr(cell, name), comparison.difference(cell, measure))
         points += _at_best_rate(config, comparison, task)
         depths = config.along("depth", task)
         shallow, deep = depths[0], depths[-1]
@@ -210,7 +214,7 @@ def _unstable(config: Config, comparison: Comparison) -> list[Point]:
     cells = config.higher_rates()
     if not cells:
         return []
-    shares = [by.wilson(*comparison.diverged(cells, rule)) for rule in (WITHOUT, WITH)]
+    shares = [share_of(*comparison.diverged(cells, rule)) for rule in (WITHOUT, WITH)]
     name = "share of runs that diverged at the higher learning rates, unscaled − √d_k"
     judged = Evidence(name, by.share_difference(*shares), least=config.share)
     return [Point(by.UNSTABLE, "", "learning rate", "higher", judged)]

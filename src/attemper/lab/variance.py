@@ -71,12 +71,12 @@ def run(config: Config, progress: Progress) -> Result:
     verdicts = (
         Verdict(
             claim=1,
-            outcome=ONLY_IF if outcome == HOLDS else outcome,
+            outcome=outcome,
             expected="variance d_k",
             measured=_range("variance/d_k", evidence),
-            reason="It holds if q and k are independent of each other and their components are uncorrelated, of mean 0 "
-            "and variance 1; the distribution does not matter. It fails when q and k are correlated, when the vectors "
-            "are anisotropic and when the mean is not 0.",
+            reason="The distribution of the components does not matter; the assumptions do. Where q and k are "
+            "correlated, where some directions are wider than others, or where the mean is not 0, it fails as the "
+            "second table shows.",
             evidence=(*evidence, *failing),
         ),
         Verdict(
@@ -93,7 +93,7 @@ def run(config: Config, progress: Progress) -> Result:
     return Result(
         question="variance",
         config=config,
-        summary=f"A dot product of d_k independent terms has variance d_k, whatever the distribution of the terms: "
+        summary=f"A dot product of d_k independent terms has variance d_k, whatever their distribution: "
         f"from {config.d_k[0]} to {config.d_k[-1]} components the ratio stays within {config.tolerance:.0%} of 1. "
         "Divided by √d_k the variance is 1. Correlation, unequal directions and a mean break this in ways that "
         "√d_k does not mend.",
@@ -249,8 +249,8 @@ def _typical(config: Config) -> tuple[Verdict, Table]:
         outcome=judge(evidence),
         expected="8, and 12 common",
         measured=f"standard deviation {std}, mean absolute {size}, P(|q·k| ≥ 12) {beyond[12]}",
-        reason="8 is the standard deviation; the mean size is 8·√(2/π) ≈ 6.4. One score in eight is 12 or more away "
-        "from 0, so in a row of even 20 keys such a score is the rule.",
+        reason="8 is the standard deviation; the mean size is 8·√(2/π) ≈ 6.4. Two scores in fifteen are 12 or more "
+        "away from 0, so in a row of even 20 keys such a score is the rule.",
         evidence=evidence,
     )
     table = Table(

@@ -28,7 +28,7 @@ class Config(Base):
 
     text: str = knob("The dog chased the ball because it was fast", "the sentence")
     word: str = knob("it", "the word that looks")
-    among: tuple[str, ...] = knob(("dog", "ball"), "the two words between which it is to decide")
+    among: tuple[str, ...] = knob(("dog", "ball"), "the two words between which it is to decide", fewest=2)
     model: str = knob("demo", "the model, as `attemper check` takes it")
 
 
@@ -89,8 +89,8 @@ def run(config: Config, progress: Progress) -> Result:
                 expected=f"attention settles on {first} or {second}, thanks to the scale",
                 measured=f"{leaning} of the heads prefer “{favourite}”; with the scale removed {kept} of "
                 "the heads prefer the same word as before",
-                reason="Heads do many things at once, and weights on words are no verdict on what a pronoun means. The "
-                "scale sets how sharply a head chooses, not which word it chooses.",
+                reason="Heads do many things at once, and weights on words are no verdict on what a pronoun means. "
+                "Within a head the scale sets how sharply it chooses, never which word.",
                 evidence=evidence,
             ),
         ),

@@ -70,13 +70,29 @@ weights say how much of each word's value v goes into the result.</p>
 divided by the square root of d k, times V">Attention(<i>Q</i>, <i>K</i>, <i>V</i>) = softmax<span
 class="tall">(</span><span class="fraction"><span><i>Q K</i><sup>T</sup></span><span>√<i>d</i><sub>k</sub></span></span
 ><span class="tall">)</span> <i>V</i></p>
-<p class="opening">This page is about one sign in that formula, the division by √d_k, where d_k is the number of
+<p class="opening">This page is about one part of that formula, the division by √d_k, where d_k is the number of
 components of q and k. Many reasons are given for it. Here they stand as {count} claims, each put to a measurement that
 runs on your own machine: some hold, some hold under a condition, some are wrong.</p>
 """
 
 _READING = """<p class="small">A number after ± is half of a 95 % interval. An outcome is decided only where the whole
-interval is on one side; claims about exact arithmetic have no interval.</p>"""
+interval is on one side; claims about exact arithmetic have no interval.</p>
+<details class="fold"><summary><h3>Words</h3></summary><dl class="glossary">
+<dt>score</dt><dd>q·k, after whatever it is divided by.</dd>
+<dt>entropy</dt><dd>How spread the weights of a row are, in nats; over ln n it is normalised, 1 where all n keys get the
+same weight and 0 where one gets all.</dd>
+<dt>flow</dt><dd>Σp(1−p) over the weights p of a row: near 1 where many keys share, 0 where one has all. It is the trace
+of the derivative of softmax.</dd>
+<dt>gradient flow</dt><dd>The share of the gradient's spread that passes softmax in a real backward pass; on average it
+is the flow.</dd>
+<dt>dS, dP, dq, dW_Q</dt><dd>The gradient of the loss to the scores, the weights, the queries, and the matrix that
+makes the queries.</dd>
+<dt>starve</dt><dd>Of a key: to get less than a thousandth of the largest gradient of its row.</dd>
+<dt>pressure</dt><dd>The gradient of the loss to the logarithm of the scale: 0 where a trained model runs at its right
+temperature.</dd>
+<dt>rademacher</dt><dd>+1 or −1, each with probability one half.</dd>
+<dt>anisotropic</dt><dd>Wider in some directions than in others.</dd>
+</dl></details>"""
 
 _CLOCK = "What the clock said on this machine. It differs from run to run, and no verdict rests on it."
 
@@ -205,11 +221,16 @@ def _claims(
     return (
         '<section id="claims" aria-labelledby="claims-title">'
         f'<h2 id="claims-title">The claims, and what was measured</h2>{missing}'
-        f"{_counts(verdict for found in judged.values() for verdict, _, _ in found)}"
+        f"{_counts(verdict for found in judged.values() for verdict, _, _ in _distinct(found))}"
         '<table class="claims"><thead><tr><th scope="col"><span class="offscreen">number</span></th>'
         '<th scope="col">claim</th><th scope="col">outcome</th><th scope="col">measured</th></tr></thead>'
         f"<tbody>{rows}</tbody></table>{_READING}</section>"
     )
+
+
+def _distinct(judged: Sequence[tuple[Record, Record, str]]) -> list[tuple[Record, Record, str]]:
+    """One of each outcome: two questions that agree about a claim are one answer."""
+    return list({verdict["outcome"]: (verdict, record, place) for verdict, record, place in reversed(judged)}.values())
 
 
 def _counts(verdicts: Iterable[Record]) -> str:
@@ -230,8 +251,9 @@ def _claim(claim: int, says: str, judged: Sequence[tuple[Record, Record, str]], 
         badge = f'<span class="severity unknown">{NOT_RUN}</span>'
         return f'<tr class="unrun">{head}<td>{badge}</td><td class="got">{commands}</td></tr>'
     outcomes, got = [], []
-    for verdict, record, place in judged:
+    for verdict, _, place in _distinct(judged):
         outcomes.append(f'<a class="go" href="#{place}">{_badge(verdict)}</a>')
+    for verdict, record, place in judged:
         source = f'<a href="#{place}" class="source">{words(record["title"])}</a>' if len(judged) > 1 else ""
         got.append(f"<div>{words(verdict['measured'])} {source}</div>")
     return f'<tr>{head}<td class="outcomes">{"".join(outcomes)}</td><td class="got">{"".join(got)}</td></tr>'

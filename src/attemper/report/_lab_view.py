@@ -73,13 +73,15 @@ def estimate_text(estimate: Record) -> str:
     half = (high - low) / 2
     if not math.isfinite(half):
         return f"{number(value, 3)} (one sample)"
-    # A share near 0 or 1 does not lie in the middle of its interval.
-    if abs((low + high) / 2 - value) > 0.1 * half:
-        return f"{number(value, 3)} ({number(low, 3)} to {number(high, 3)})"
     # Two digits of the half-width, and as many places of the value.
     places = max(0, 1 - math.floor(math.log10(half)))
+    # A share near 0 or 1 does not lie in the middle of its interval.
+    if abs((low + high) / 2 - value) > 0.1 * half:
+        middle, least, most = (f"{at:.{min(places, _PLACES)}f}" for at in (value, low, high))
+        return f"{middle} ({least} to {most})".replace("-", "−")
     if places > _PLACES:
-        return f"{value:.{_PLACES}g} ± {half:.1g}".replace("-", "−")
+        digits = max(1, math.floor(math.log10(abs(value) or half)) - math.floor(math.log10(half)) + 1)
+        return f"{value:.{digits}g} ± {half:.1g}".replace("-", "−")
     return f"{value:.{places}f} ± {half:.{places}f}".replace("-", "−")
 
 

@@ -140,7 +140,14 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+JOINERS = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+
+
 def clean(text: str) -> str:
     """One line without control characters: a name must not move the cursor."""
     spaced = " ".join(text.split())
-    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in ("Cc", "Cf", "Cs") else c for c in spaced)
+    # A joiner holds an emoji or a word of some scripts together, and can hide nothing.
+    return "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c not in JOINERS else c
+        for c in spaced
+    )
