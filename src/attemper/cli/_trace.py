@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     # argparse takes -1,2 for an option and -1 for a number: to it both are numbers here.
     trace._negative_number_matcher = re.compile(r"^[-−][\d.].*$")  # noqa: SLF001
     add = trace.add_argument
-    add("text", metavar="TEXT", nargs="?", help="the sentence, in quotes")
+    add("text", metavar="TEXT", nargs="*", help="the sentence")
     add("--model", metavar="TARGET", help="run it through a model: demo, a directory, a hub id, package.module:factory")
     add("--layer", metavar="N", type=_index, help="the layer to show, from 0 (default: 0; all of them with --word)")
     add("--head", metavar="N", type=_index, help="the head to show, from 0 (default: 0; all of them with --word)")
@@ -72,6 +72,8 @@ def _index(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """Compute the walk and show it; the exit status."""
     # `--json "love Apple phones"`: argparse takes the text for the path.
+    # Unquoted words are one sentence.
+    options.text = " ".join(options.text) if options.text else None
     if options.text is None and options.json not in (None, "-") and Path(options.json).suffix != ".json":
         options.text, options.json = options.json, "-"
     if options.json not in (None, "-"):

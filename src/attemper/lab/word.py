@@ -87,7 +87,7 @@ def run(config: Config, progress: Progress) -> Result:
                 claim=21,
                 outcome=judge(evidence),
                 expected=f"attention settles on {first} or {second}, thanks to the scale",
-                measured=f"{leaning} of the heads prefer “{favourite}”; with the scale removed {kept} of "
+                measured=f"{leaning} of the heads prefer “{favourite}”; with the scale removed {_share(kept)} of "
                 "the heads prefer the same word as before",
                 reason="Heads do many things at once, and weights on words are no verdict on what a pronoun means. "
                 "Within a head the scale sets how sharply it chooses, never which word.",
@@ -137,6 +137,11 @@ def run(config: Config, progress: Progress) -> Result:
 
 def _mean(found: Gaze, rule: str, word: int) -> Estimate:
     return mean_of([found.weights[rule][layer][head][word] for layer, head in found.heads()])
+
+
+def _share(estimate: Estimate) -> str:
+    """All of them, where it is all: that needs no interval."""
+    return f"all {estimate.count}" if estimate.value == 1 else str(estimate)
 
 
 def _same(before: list[bool], after: list[bool]) -> Estimate:
