@@ -255,6 +255,11 @@ def names_of(fake) -> list[str]:
 
 
 class TestAll:
+    def test_one_seed_for_all(self, fake, capsys, tmp_path):
+        assert main(["lab", "all", "--seed", "7", *ASKED]) == 0
+        for path in (tmp_path / "attemper-lab").glob("s*.json"):
+            assert json.loads(path.read_text())["config"]["seed"] == 7
+
     def test_files_and_the_summary(self, fake, capsys, tmp_path):
         assert main(["lab", "all", *ASKED]) == 0
         out, err = capsys.readouterr()

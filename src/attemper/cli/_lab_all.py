@@ -34,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="sizes that show the effects in minutes")
     add("--out", metavar="DIR", default=OUT, help=f"where the answers go (default: {OUT})")
     add("--only", metavar="QUESTION", nargs="+", help="ask these, in reading order")
+    add("--seed", metavar="N", type=int, help="where the random numbers of every question start (default: 0)")
     add("--resume", action="store_true", help="keep the answers in DIR that the same knobs and versions gave")
     add("--jobs", metavar="N", type=count, help="training runs at a time, each in a process (default: 1)")
     add("--json", metavar="PATH", nargs="?", const="-", help="write one JSON list; without PATH, on standard output")
@@ -45,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
     from ..report import lab_summary, require_figures
 
     require_figures()
+    if options.seed is not None and options.seed < 0:
+        raise OptionError(explain(f"--seed is {options.seed}.", "Pass a whole number of at least 0."))
     if options.json not in (None, "-"):
         writable("json", Path(options.json), ".json")
     wanted = {question_of(name).name for name in options.only} if options.only else set(QUESTIONS)
@@ -90,6 +93,7 @@ class Study:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
+        self.knobs = {} if options.seed is None else {"seed": options.seed}
         self.records: dict[str, dict[str, Any]] = {}
         self.failures: dict[str, str] = {}
         self.clock: dict[str, Any] = _read(folder / CLOCK) or {}
@@ -120,7 +124,7 @@ class Study:
         for name in names:
             record = _read(self.folder / f"{name}.json")
             if record and not missing_for(name):
-                _, config = configured(name, self.options.quick, {})
+                _, config = configured(name, self.options.quick, self.knobs)
                 if _same(record, name, config.to_dict()):
                     self.records[name] = record
 
@@ -141,7 +145,7 @@ class Study:
     def _ask_one(self, name: str, show: _Show) -> str:
         from ._lab import configured
 
-        module, config = configured(name, self.options.quick, {})
+        module, config = configured(name, self.options.quick, self.knobs)
         path = self.folder / f"{name}.json"
         if self.options.resume and (record := _same(_read(path), name, config.to_dict())):
             self.records[name] = record

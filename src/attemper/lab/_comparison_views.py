@@ -213,6 +213,8 @@ def _curves(config: Config, comparison: Comparison, task: str) -> Panel:
         title=f"On {task} the training loss without √d_k {_ending(difference)}",
         x_label="step",
         y_label="training loss (nats)",
+        # A loss that goes from 2 to 0.003 shows nothing of its end on a scale from 0.
+        y_scale="log10",
         series=tuple(series),
     )
 

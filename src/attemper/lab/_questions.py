@@ -46,7 +46,7 @@ QUESTIONS = {
         Question("additive", "Additive scores", "Are Bahdanau's scores bounded by 1?", (16,), ("torch",)),
         Question("cosine", "Cosine scores", "Does cosine similarity do without a scale?", (17,)),
         Question("length", "Length", "Why do long sequences ask for ln n?", ()),
-        Question("cost", "Cost", "What do scaling and length cost?", (25,), ("torch",)),
+        Question("cost", "Cost", "What do scaling and length cost?", (25,)),
         Question("word", "A real model", "What does “it” attend to, at the right and at wrong scales?", (21,), _MODEL),
         Question("training", "Training", "Does a model train worse without √d_k?", (23,), ("torch", "sklearn")),
     )

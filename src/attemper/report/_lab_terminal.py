@@ -80,23 +80,25 @@ def render(record: Record, width: int, clock: Sequence[Record] = ()) -> list[Lin
 def summary(claims: Mapping[int, str], records: Sequence[Record], width: int) -> list[Line]:
     """One line or two for every claim: its outcome and its words."""
     width = max(width, 30)
-    judged: dict[int, list[Record]] = {}
+    # Two questions that agree about a claim are one answer.
+    judged: dict[int, list[str]] = {}
     for record in records:
         for verdict in record["verdicts"]:
-            if verdict["claim"] is not None:
-                judged.setdefault(verdict["claim"], []).append(verdict)
+            outcomes = judged.setdefault(verdict["claim"], [])
+            if verdict["outcome"] not in outcomes:
+                outcomes.append(verdict["outcome"])
     room = max(map(len, OUTCOMES)) + 2
     lines: list[Line] = []
     for claim, says in claims.items():
-        for verdict in judged.get(claim, [{"outcome": NOT_RUN}]):
-            known = OUTCOMES.get(verdict["outcome"])
+        for outcome in judged.get(claim, [NOT_RUN]):
+            known = OUTCOMES.get(outcome)
             mark, style = (known.mark, _STYLES[known.tone]) if known else ("–", "dim")
             folded = fold(says, width - room - 7)
             lines.append(
                 [
                     (f"{mark} ", style),
                     (f"{claim:>2}  ", "dim"),
-                    (f"{verdict['outcome']:<{room}}", style),
+                    (f"{outcome:<{room}}", style),
                     (folded[0], ""),
                 ]
             )
