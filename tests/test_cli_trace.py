@@ -124,7 +124,7 @@ class TestSeeded:
 
     def test_word(self, capsys):
         out, _ = ran(capsys, "love Apple phones love it", "--word", "LOVE")
-        assert "Only the row of “love” is shown, word 4." in out
+        assert "only the row of “love” is shown, word 4." in out
         assert "this is the last" in " ".join(out.split())
         assert record(capsys, "love Apple phones love it", "--word", "LOVE")["row"] == 3
 

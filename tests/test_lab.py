@@ -351,6 +351,8 @@ class TestVerdictsCanTurn:
     def test_too_few_samples_decide_nothing(self):
         result = lab.run("variance", d_k=(64,), relative=0.5, most=64)
         assert result.verdict(1).outcome == OPEN
+        assert result.summary.startswith("At these sizes not everything is decided. A dot product")
+        assert lab.Result.from_json(result.to_json()) == result
 
     def test_a_divisor_that_under_corrects(self, monkeypatch):
         module = lab.load("rules")

@@ -448,7 +448,7 @@ class TestRendering:
 
     def test_word_shows_one_row_of_any_length(self):
         text = walk_to_text(seeded(" ".join(f"w{i}" for i in range(30)), d_model=8, d_k=4, word="w29").to_dict())
-        assert "Only the row of “w29” is shown" in text
+        assert "only the row of “w29” is shown" in text
         assert "w17" in text
 
     def test_enough_digits(self):

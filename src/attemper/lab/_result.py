@@ -27,6 +27,7 @@ DIGITS = 6
 
 HOLDS, FAILS, ONLY_IF, OPEN = "holds", "does not hold", "holds only if", "not decided"
 OUTCOMES = (HOLDS, FAILS, ONLY_IF, OPEN)
+UNDECIDED = "At these sizes not everything is decided."
 
 
 def rounded(x: float) -> float:
@@ -293,6 +294,11 @@ class Result:
     clock: tuple[Table, ...] = field(default=(), compare=False)
     """What the clock said. No two runs agree on it: it is shown, and is in neither the JSON nor a verdict's words."""
     versions: Mapping[str, str] = field(default_factory=lambda: versions())
+
+    def __post_init__(self) -> None:
+        # A summary is worded for the case that the numbers decide; where they do not, that comes first.
+        if any(one.outcome == OPEN for one in self.verdicts) and not self.summary.startswith(UNDECIDED):
+            object.__setattr__(self, "summary", f"{UNDECIDED} {self.summary}")
 
     @property
     def series(self) -> tuple[Series, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from ._lookup import one_thread
 from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
@@ -47,7 +47,7 @@ class Config(Base):
 QUICK = Config(half_width=0.07, tolerance=0.2, repeats=8, lengths=(64, 128, 256), rounds=5)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Sample additive scores for three ways to draw v, push a pair to the bound, and count what a score costs."""
     steps = len(config.d_k) + len(config.lengths)
     variances: dict[tuple[int, str], Estimate] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._attend import trace
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, ONLY_IF, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
 from ._result import Config as Base
@@ -31,7 +31,7 @@ class Config(Base):
 QUICK = Config()
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Raise unscaled weights to the power 1/√d_k, renormalise, and compare with scaling before softmax."""
     rows, errors, lost = [], {}, {}
     for done, d_k in enumerate(config.d_k):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._attend import attend
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, ONLY_IF, Estimate, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
@@ -33,7 +33,7 @@ class Config(Base):
 QUICK = Config(half_width=0.03)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Give each query one key that resembles it, and follow that key's score and weight over the widths."""
     found: dict[str, list[list[Estimate]]] = {rule: [] for rule in RULES}
     for done, d_k in enumerate(config.d_k):

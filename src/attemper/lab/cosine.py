@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._attend import read
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, OPEN, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
@@ -41,7 +41,7 @@ class Config(Base):
 QUICK = Config(half_width=0.01, repeats=8, steps=60)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Read random rows under cosine scores with and without a temperature, then seek a key among others."""
     random: dict[tuple[int, str], dict[str, Estimate]] = {}
     sought: dict[tuple[int, str], Estimate] = {}

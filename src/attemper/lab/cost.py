@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._attend import attend
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import FAILS, HOLDS, OPEN, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
@@ -37,7 +37,7 @@ class Config(Base):
 QUICK = Config(lengths=(512, 1024, 2048))
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Split the work with and without the scale; count, measure the memory, and time."""
     memory: dict[str, list[Estimate]] = {name: [] for name in _KINDS}
     rows: list[tuple[Any, ...]] = []

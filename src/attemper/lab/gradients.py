@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._attend import attend, read, trace
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._lookup import BATCH, RATES, TOKENS, normal, one_thread, train
 from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
@@ -53,7 +53,7 @@ class Config(Base):
 QUICK = Config(half_width=0.003, tolerance=0.03, repeats=8, models=6)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Read the flow through softmax, count the keys that starve, then compare norms at the start and along training."""
     steps = 3 * len(config.d_k) + len(config.optimisers)
     inside: dict[tuple[int, str], list[Estimate]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 
 from .._attend import attend, read
 from .._errors import OptionError, explain
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
@@ -43,7 +43,7 @@ class Config(Base):
 QUICK = Config(half_width=0.02)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Split the same projections into few and into many heads and read each head's scores under three divisors."""
     sizes = config.heads
     found = iter(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, OPEN, Estimate, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
@@ -40,7 +40,7 @@ class Config(Base):
 QUICK = Config(repeats=6)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Draw W_Q and W_K of one head as each initialiser does and project normal tokens with them."""
     cases = [(name, width) for name in config.initialisers for width in config.width if _fits(config, name, width)]
     found: dict[tuple[str, int], list[Estimate]] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .._attend import attend
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import Config as Base
 from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
@@ -42,7 +42,7 @@ class Config(Base):
 QUICK = Config(keys=(128, 512, 2048, 8192), half_width=0.02)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Hide one key that the query looks for among ever more that it does not."""
     found: dict[str, list[list[Estimate]]] = {rule: [] for rule in RULES}
     for done, keys in enumerate(config.keys):

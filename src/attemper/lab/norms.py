@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import Config as Base
 from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
@@ -55,7 +55,7 @@ class Config(Base):
 QUICK = Config(half_width=0.04, tolerance=0.15)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Project tokens with random matrices, normalise here or there, and take the variance of q·k."""
     variances: dict[str, list[Estimate]] = {case: [] for case in CASES}
     tops: dict[str, list[Estimate]] = {case: [] for case in CASES}

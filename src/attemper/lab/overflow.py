@@ -13,7 +13,7 @@ import numpy as np
 
 from .._attend import attend
 from .._errors import OptionError, explain
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
@@ -42,7 +42,7 @@ class Config(Base):
 QUICK = Config(repeats=12)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Search the largest score of the plain formula by bisection, then put larger ones through this library."""
     types = {name: found for name in config.dtypes if (found := _type(name)) is not None}
     absent = [name for name in config.dtypes if name not in types]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
@@ -33,7 +33,7 @@ class Config(Base):
 QUICK = Config(half_width=0.005, d_k=(16, 64, 128))
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Sample attention under each divisor."""
     found: dict[str, list[dict[str, Estimate]]] = {rule: [] for rule in NAMES}
     for done, d_k in enumerate(config.d_k):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, OPEN, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
 from ._result import Config as Base
@@ -31,7 +31,7 @@ class Config(Base):
 QUICK = Config()
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Sample attention at each width, and see what softmax leaves of the keys."""
     found: dict[str, list[dict[str, Estimate]]] = {rule: [] for rule in RULES}
     for done, d_k in enumerate(config.d_k):

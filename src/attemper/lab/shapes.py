@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .._attend import trace
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
 from ._result import Config as Base
 from ._statistics import generator, mean_of
@@ -27,7 +27,7 @@ class Config(Base):
 QUICK = Config(repeats=30)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Walk X → Q, K, V → scores → weights → output at every width, and look at the shapes and the diagonal."""
     rows, itself, sizes = [], [], []
     n = config.tokens

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .._attend import attend
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import Config as Base
 from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
@@ -44,7 +44,7 @@ class Config(Base):
 QUICK = Config()
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Compute what the claims state."""
     progress("softmax by hand", 0, 1)
     dots = [(q, k, stated, float(np.dot(q, k))) for q, k, stated in DOTS]

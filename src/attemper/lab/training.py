@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from . import _comparison as by
 from ._comparison import WITH, WITHOUT, Comparison, Point
 from ._comparison_views import clock, panels, tables
@@ -127,7 +127,7 @@ QUICK = Config(
 )
 
 
-def run(config: Config, progress: Progress, *, jobs: int = 1, records: str | Path | None = None) -> Result:
+def run(config: Config, progress: Progress = silent, *, jobs: int = 1, records: str | Path | None = None) -> Result:
     """Train the models of the design, or take them from the file of records, and compare them seed by seed."""
     made, data = conduct(config.runs(), config.settings(), progress, jobs=jobs, records=records)
     comparison = Comparison(made)

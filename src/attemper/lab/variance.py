@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
@@ -40,7 +40,7 @@ class Config(Base):
 QUICK = Config(relative=0.015)
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Sample q·k for each width and each distribution, then break the assumptions one at a time."""
     steps = len(config.d_k) * (len(config.entries) + len(_BROKEN)) + 1
     done = 0

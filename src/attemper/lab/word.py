@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._gguf import Progress
+from .._gguf import Progress, silent
 from .._walk import Gaze, gaze, see
 from ._result import Config as Base
 from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
@@ -35,7 +35,7 @@ class Config(Base):
 QUICK = Config()
 
 
-def run(config: Config, progress: Progress) -> Result:
+def run(config: Config, progress: Progress = silent) -> Result:
     """Run the model on the sentence, take each softmax again at other scales, and then the whole model."""
     from .._models import load
 

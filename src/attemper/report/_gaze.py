@@ -51,7 +51,8 @@ def _title(record: Mapping[str, Any], width: int) -> list[Line]:
     hidden = [clean(words[i]) for i in range(len(words)) if i not in record["seen"]]
     if hidden:
         more = f" and {len(hidden) - 5} more" if len(hidden) > 5 else ""
-        told = f"It does not see {', '.join(f'“{name}”' for name in hidden[:5])}{more}: the mask hides them."
+        named = ", ".join(f"“{name}”" for name in hidden[:5])
+        told = f"It does not see {named}{more}: the mask hides {'it' if len(hidden) == 1 else 'them'}."
         lines += _paragraph(told, width, "dim")
     return lines
 

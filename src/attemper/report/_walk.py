@@ -175,7 +175,7 @@ class _Page:
         self.lines += _paragraph(told, self.width, "dim")
         if record["row"] is not None:
             word = self.tokens[record["row"]]
-            told = f"Only the row of “{word}” is shown, word {record['row'] + 1}."
+            told = f"Of Q and the scores only the row of “{word}” is shown, word {record['row'] + 1}."
             if self.tokens.count(word) > 1:
                 told += f" It stands {self.tokens.count(word)} times in the text: this is the last."
             self.lines += _paragraph(told, self.width, "dim")
