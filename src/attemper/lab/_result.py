@@ -150,6 +150,16 @@ class Estimate:
         low, high = sorted((self.low * factor, self.high * factor))
         return Estimate(self.value * factor, low, high, self.count)
 
+    def less(self, other: Estimate) -> Estimate:
+        """The difference of two means from separate samples, by the ends: wider than it need be."""
+        ends = (self.value - other.value, self.low - other.high, self.high - other.low)
+        return Estimate(*ends, min(self.count, other.count))
+
+    def over(self, other: Estimate) -> Estimate:
+        """The quotient of two positive means from separate samples, by the ends: wider than it need be."""
+        ends = (self.value / other.value, max(self.low, 0.0) / other.high, self.high / other.low)
+        return Estimate(*ends, min(self.count, other.count))
+
     def __str__(self) -> str:
         from ..report._lab_view import estimate_text
 

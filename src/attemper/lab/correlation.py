@@ -47,7 +47,7 @@ def run(config: Config, progress: Progress = silent) -> Result:
         for i, rule in enumerate(RULES):
             found[rule].append(estimates[2 * i : 2 * i + 2])
     first, last = config.d_k[0], config.d_k[-1]
-    growth = {rule: _ratio(found[rule][-1][0], found[rule][0][0]) for rule in RULES}
+    growth = {rule: found[rule][-1][0].over(found[rule][0][0]) for rule in RULES}
     evidence = (
         near(f"matching score over that at d_k {first}, divided by d_k", growth["dk"], 1.0, 0.1),
         near(
@@ -118,8 +118,3 @@ def _draw(config: Config, d_k: int, rng: np.random.Generator) -> Any:
         weights = attend(q, k, np.eye(config.keys, dtype=np.float32), scale=scale).output
         numbers += [scale * product.mean(dtype=np.float64), np.diagonal(weights).mean(dtype=np.float64)]
     return numbers
-
-
-def _ratio(a: Estimate, b: Estimate) -> Estimate:
-    """Of two positive means from separate samples, by the ends."""
-    return Estimate(a.value / b.value, a.low / b.high, a.high / b.low, min(a.count, b.count))

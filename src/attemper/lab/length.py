@@ -56,7 +56,7 @@ def run(config: Config, progress: Progress = silent) -> Result:
         for i, rule in enumerate(RULES):
             found[rule].append(estimates[2 * i : 2 * i + 2])
     first, last = config.keys[0], config.keys[-1]
-    kept = {rule: _ratio(found[rule][-1][0], found[rule][0][0]) for rule in RULES}
+    kept = {rule: found[rule][-1][0].over(found[rule][0][0]) for rule in RULES}
     evidence = (
         Evidence(f"weight at {last} over that at {first} keys, scale fixed", kept["fixed"], 0.0, LOST),
         Evidence(f"weight at {last} over that at {first} keys, scale times ln n", kept["log_n"], KEPT, math.inf),
@@ -122,8 +122,3 @@ def _draw(config: Config, keys: int, rng: np.random.Generator) -> Any:
 
 def _mean(values: Any) -> float:
     return float(np.mean(values, dtype=np.float64))
-
-
-def _ratio(a: Estimate, b: Estimate) -> Estimate:
-    """Of two positive means from separate samples, by the ends."""
-    return Estimate(a.value / b.value, max(a.low, 0.0) / b.high, a.high / b.low, min(a.count, b.count))

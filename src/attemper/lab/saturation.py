@@ -52,11 +52,11 @@ def run(config: Config, progress: Progress = silent) -> Result:
     widest, narrowest = config.d_k[-1], config.d_k[0]
     plain, scaled = ([one["normalized_entropy"] for one in found[rule]] for rule in RULES)
     drops = [
-        Evidence(f"entropy at d_k {wide} less that at d_k {narrow}", _difference(after, before), most=0.0)
+        Evidence(f"entropy at d_k {wide} less that at d_k {narrow}", after.less(before), most=0.0)
         for narrow, wide, before, after in zip(config.d_k, config.d_k[1:], plain, plain[1:], strict=False)
     ]
     collapse = Evidence(f"unscaled entropy at d_k {widest}, over ln n", plain[-1], 0.0, COLLAPSED)
-    steady = Evidence(f"scaled, d_k {widest} less d_k {narrowest}", _difference(scaled[-1], scaled[0]), -STEADY, STEADY)
+    steady = Evidence(f"scaled, d_k {widest} less d_k {narrowest}", scaled[-1].less(scaled[0]), -STEADY, STEADY)
     evidence = (*drops, collapse, steady)
     outcome = judge((*drops, steady))
     if outcome == HOLDS and collapse.outcome() != HOLDS:
@@ -116,8 +116,3 @@ def run(config: Config, progress: Progress = silent) -> Result:
             ),
         ),
     )
-
-
-def _difference(a: Estimate, b: Estimate) -> Estimate:
-    """Of two means from separate samples; the ends added, which is wider than it need be."""
-    return Estimate(a.value - b.value, a.low - b.high, a.high - b.low, min(a.count, b.count))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ._lab_chart import chart, pad
 from ._lab_view import NOT_RUN, OUTCOMES, Record, cell_text, checked, is_estimate, is_number, outcome_of
 from ._numbers import clean
-from ._terminal import WIDTH, Line, columns
+from ._terminal import WIDTH, Line, Renderable, columns, plain_text
 from ._terminal import _fold as fold
 from ._terminal import _paragraph as paragraph
 
@@ -22,41 +22,18 @@ _GAP = "  "
 
 def lab_text(record: Record, width: int = WIDTH, clock: Sequence[Record] = ()) -> str:
     """The record as plain text in lines of at most `width` columns; `clock` are the tables of what the clock said."""
-    return _plain(render(record, width, clock))
+    return plain_text(render(record, width, clock))
 
 
 def lab_rich(record: Record, clock: Sequence[Record] = ()) -> Any:
     """The record as something that rich prints, as wide as the console it meets."""
     checked(record)
-    return _Renderable(lambda width: render(record, width, clock))
+    return Renderable(lambda width: render(record, width, clock))
 
 
 def lab_summary(claims: Mapping[int, str], records: Sequence[Record]) -> Any:
     """Every claim with its outcome, as something that rich prints."""
-    return _Renderable(lambda width: summary(claims, records, width))
-
-
-class _Renderable:
-    """Waits for the console, whose width everything has to fit."""
-
-    def __init__(self, lines: Any) -> None:
-        self._lines = lines
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.text import Text
-
-        for line in self._lines(options.max_width):
-            text = Text(no_wrap=True, end="\n")
-            for part, style in line:
-                text.append(part, style=style or None)
-            yield text
-
-    def __str__(self) -> str:
-        return _plain(self._lines(WIDTH))
-
-
-def _plain(lines: Sequence[Line]) -> str:
-    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
+    return Renderable(lambda width: summary(claims, records, width))
 
 
 def render(record: Record, width: int, clock: Sequence[Record] = ()) -> list[Line]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._finding import SEVERITIES
@@ -29,31 +29,38 @@ _ENTROPY = next(term for term in TERMS if term.name == "normalized_entropy")
 
 def to_text(record: Mapping[str, Any], width: int = WIDTH) -> str:
     """The record as plain text, no colour codes, in lines of at most `width` columns."""
-    lines = ("".join(text for text, _ in line).rstrip() for line in render(record, width))
-    return "\n".join(lines)
+    return plain_text(render(record, width))
 
 
 def to_rich(record: Mapping[str, Any]) -> Any:
     """The record as something that rich prints, as wide as the console it meets."""
-    return _Renderable(record)
+    # A record that cannot be shown says so here, not in the middle of a print.
+    view(record)
+    return Renderable(lambda width: render(record, width))
 
 
-class _Renderable:
-    """Waits for the console, whose width the map has to fit."""
+def plain_text(lines: Sequence[Line]) -> str:
+    """The lines without their styles."""
+    return "\n".join("".join(text for text, _ in line).rstrip() for line in lines)
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
-        self._record = record
-        # A record that cannot be shown says so here, not in the middle of a print.
-        view(record)
+
+class Renderable:
+    """Waits for the console, whose width the lines have to fit."""
+
+    def __init__(self, lines: Callable[[int], Sequence[Line]]) -> None:
+        self._lines = lines
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
 
-        for line in render(self._record, options.max_width):
+        for line in self._lines(options.max_width):
             text = Text(no_wrap=True, end="\n")
             for part, style in line:
                 text.append(part, style=style or None)
             yield text
+
+    def __str__(self) -> str:
+        return plain_text(self._lines(WIDTH))
 
 
 def render(record: Mapping[str, Any], width: int) -> list[Line]:

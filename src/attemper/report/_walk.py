@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from . import _gaze, _scores
@@ -23,7 +23,7 @@ from ._grid import (
     widths,
 )
 from ._numbers import clean, number, plural
-from ._terminal import WIDTH, Line, Span, _paragraph
+from ._terminal import WIDTH, Line, Renderable, Span, _paragraph, plain_text
 
 INDENT = "   "
 NUMBERED = 1
@@ -40,28 +40,12 @@ _TITLES = {
 
 def walk_to_text(record: Mapping[str, Any], width: int = WIDTH) -> str:
     """The record of a walk, a gaze or vectors as plain text, in lines of at most `width` columns."""
-    return "\n".join("".join(text for text, _ in line) for line in render(record, width))
+    return plain_text(render(record, width))
 
 
 def walk_to_rich(record: Mapping[str, Any]) -> Any:
     """The record of a walk, a gaze or vectors as something that rich prints, as wide as the console it meets."""
-    return _Renderable(record)
-
-
-class _Renderable:
-    """Waits for the console, whose width the matrices have to fit."""
-
-    def __init__(self, record: Mapping[str, Any]) -> None:
-        self._record = record
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.text import Text
-
-        for line in render(self._record, options.max_width):
-            text = Text(no_wrap=True, end="\n")
-            for part, style in line:
-                text.append(part, style=style or None)
-            yield text
+    return Renderable(lambda width: render(record, width))
 
 
 def render(record: Mapping[str, Any], width: int) -> list[Line]:
