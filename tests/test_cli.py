@@ -17,6 +17,8 @@ from attemper._checkup import Checkup
 from attemper._diagnose import Finding
 from attemper.cli import main
 
+pytestmark = pytest.mark.usefixtures("place")
+
 FACTORY = """
 import torch
 from torch import nn
@@ -38,22 +40,6 @@ def full():
             raise MemoryError
     return Full(), torch.ones(1)
 """
-
-
-@pytest.fixture(autouse=True)
-def place(monkeypatch, tmp_path):
-    """A directory with a factory in it; the environment, sys.path and sys.modules as they were afterwards."""
-    for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "zoo", raising=False)
-    (tmp_path / "zoo.py").write_text(FACTORY)
-    yield
-    sys.modules.pop("zoo", None)
 
 
 def finding(severity):

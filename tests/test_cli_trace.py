@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from attemper import _models
 from attemper.cli import main
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")]
 
 DOG = "The dog chased the ball because it was fast"
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -36,19 +36,8 @@ def long():
 
 
 @pytest.fixture(autouse=True)
-def place(monkeypatch, tmp_path):
-    for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
-    monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "1")
+def narrow(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "zoo", raising=False)
-    (tmp_path / "zoo.py").write_text(FACTORY)
-    yield
-    sys.modules.pop("zoo", None)
 
 
 @pytest.fixture(scope="module")

@@ -169,9 +169,10 @@ class TestTypes:
     def test_a_condition_that_was_not_borne_out_is_no_reason(self):
         missed = Evidence("ratio", Estimate.exact(3.0), 0.9, 1.1)
         words = {"claim": 2, "expected": "", "measured": "", "reason": "It holds if q and k are independent."}
-        verdict = lab.Verdict(**words, outcome=FAILS, evidence=(missed,))
+        verdict = lab.Verdict(**words, outcome=FAILS, evidence=(missed,), conditional=True)
         assert verdict.reason == "Not every number lies where the claim wants it: ratio: 3 (does not hold)."
-        assert lab.Verdict(**words, outcome=ONLY_IF, evidence=(missed,)).reason == words["reason"]
+        borne_out = lab.Verdict(**words, outcome=HOLDS, conditional=True)
+        assert (borne_out.outcome, borne_out.reason) == (ONLY_IF, words["reason"])
 
     def test_what_is_no_answer(self):
         for text, words in (("[]", "schema is None"), ("docs/lab/rules.json", "not JSON"), (None, "not JSON")):

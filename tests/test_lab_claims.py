@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,8 +60,15 @@ def test_the_page_has_them_all(records):
     pytest.importorskip("matplotlib")
     questions = [{"name": q.name, "title": q.title, "asks": q.asks, "claims": q.claims} for q in lab.QUESTIONS.values()]
     page = report.lab_html(list(records.values()), claims=lab.CLAIMS, questions=questions)
+    assert 'class="unrun"' not in page
+    # Claim 3 is judged by two questions, and counted once.
+    counts = re.findall(r"<b>(\d+)</b> <span class=\"severity\">", page)
+    assert list(map(int, counts)) == [8, 11, 6, 0]
+    # Judged in a section of its own, not only listed in the table.
     for claim in lab.CLAIMS:
-        assert f'id="claim-{claim}"' in page or f"claim {claim}<" in page
+        assert re.search(rf'href="#claim-{claim}">claim {claim}</a>', page), claim
+    without = [record for name, record in records.items() if name != "softmax"]
+    assert report.lab_html(without, claims=lab.CLAIMS, questions=questions).count('class="unrun"') == 5
     assert page.count("<svg") > len(records)
 
 

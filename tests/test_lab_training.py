@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 
 import torch
 
-from attemper._gguf import silent
+from attemper._progress import silent
 from attemper.lab import Result, _runs, _study, _study_data, training
 from attemper.lab._comparison import Comparison, gap_at_equal_loss, share_difference, steps_to
 from attemper.lab._result import FAILS, HOLDS, ONLY_IF, OPEN
@@ -372,3 +372,8 @@ def test_every_rule_is_another_scale():
     }
     assert len(set(scales.values())) == len(scales)
     assert scales["sqrt_dmodel"] == pytest.approx(1 / math.sqrt(config.heads * config.at_head_dim))
+
+
+def test_the_versions_are_those_of_the_runs():
+    made = {("a cell", 0): {"torch": "9.8"}, ("a cell", 1): {"torch": "9.9"}}
+    assert training._versions(Comparison(made))["torch"] == "9.8, 9.9"

@@ -379,11 +379,11 @@ def test_the_policy_names_the_script_and_the_style_that_are_there():
     for tag in ('script type="module"', "style"):
         inner = re.search(f"<{tag}>(.*?)</{tag.split()[0]}>", page, re.DOTALL)
         assert inner
-        assert f"'{_html._digest(inner[1])}'" in page
+        assert f"'{_html.digest(inner[1])}'" in page
 
 
 def test_the_modules_join_into_one():
-    code = _html.script()
+    code = _html.script(_html.MODULES)
     assert not re.search(r"^(import|export)\b", code, re.MULTILINE)
     names = re.findall(r"^(?:async )?(?:function|const|let|class) (\w+)", code, re.MULTILINE)
     assert len(names) == len(set(names)), sorted(n for n in set(names) if names.count(n) > 1)
@@ -395,7 +395,7 @@ def test_the_modules_join_into_one():
 def test_modules_import_only_what_is_before_them_and_exported():
     before: dict[str, set[str]] = {}
     for name in _html.MODULES:
-        code = _html._static(f"{name}.js")
+        code = _html.static(f"{name}.js")
         for wanted, source in re.findall(r'^import \{ ([^}]*) \} from "\./(\w+)\.js";$', code, re.MULTILINE):
             assert set(wanted.split(", ")) <= before[source], (name, source)
         before[name] = set(re.findall(r"^export (?:async )?(?:function|const|class) (\w+)", code, re.MULTILINE))

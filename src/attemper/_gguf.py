@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 
 from ._errors import OptionError, brief, explain
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage in words, the steps done and the steps in all."""
+from ._progress import Progress, silent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +25,6 @@ class Tokenizer:
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     mask: int | None = None
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """No progress was asked for."""
 
 
 def read_gguf(path: Path, report: Progress = silent) -> tuple[Any, Tokenizer]:

@@ -22,7 +22,8 @@ from types import ModuleType
 from typing import Any
 
 from ._errors import OptionError, brief, explain
-from ._gguf import Progress, Tokenizer, read_gguf, silent
+from ._gguf import Tokenizer, read_gguf
+from ._progress import Progress, silent
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .._errors import OptionError, brief, explain
-from .._gguf import Progress, Tokenizer
+from .._gguf import Tokenizer
 from .._models import Loaded, longest
+from .._progress import Progress
 from ._call import Call
 from ._text import Sentence, of_names, of_tokens
 

@@ -29,9 +29,10 @@ def reheated(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
 def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tensor, ...]) -> Record:
     """The Record of one call, which waits for the gradients of q and of the output."""
     call = Call(*arguments[:OPERANDS])
-    # What was dropped is no part of what attention chose.
     detached: list[Any] = [x.detach() if isinstance(x, Tensor) else x for x in call]
-    plain = Call(*detached)._replace(seed=None, dropout_p=0.0)
+    same = Call(*detached)
+    # What was dropped is no part of what attention chose; of what came back it is.
+    plain = same._replace(seed=None, dropout_p=0.0)
     scales = plain.scale.flatten().tolist()
     scale: Any = scales[0] if len(set(scales)) == 1 else tuple(scales)
     site = session.site(
@@ -62,10 +63,8 @@ def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tenso
         record.pressure = (plain.q.float() * grad.detach().float()).sum(-1)
 
     def of_output(grad: Tensor) -> None:
-        with torch.enable_grad():
-            again = plain._replace(q=plain.q.requires_grad_())
-            waiting = _read(again, ("gradient_flow", "pressure"), grad)
-        record.gradient_flow = waiting.gradient_flow
+        again = same._replace(q=same.q.requires_grad_())
+        record.gradient_flow = _read(again, ("gradient_flow", "pressure"), grad).gradient_flow
 
     when_differentiated(record, call.q, session, of_q)
     when_differentiated(record, result[0], session, of_output)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._errors import OptionError, explain
 from .._finding import SEVERITIES
-from .._gguf import Progress
 from .._models import DTYPES, SEQUENCES, TOKENS, Loaded, load, read_text
+from .._progress import Progress
 from ._shared import FOUND, OK, count, open_console, quieten, save, say, show_progress, warnings_in_words, writable
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import OptionError, explain
-from .._gguf import Progress
 from .._models import needs_no_network
+from .._progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console

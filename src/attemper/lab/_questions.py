@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from .._errors import OptionError, explain, unknown
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from ._result import Config, Result
 
 

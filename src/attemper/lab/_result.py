@@ -8,7 +8,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -210,14 +210,18 @@ class Verdict:
     reason: str
     """One or two sentences: why, and for `holds only if` the condition."""
     evidence: tuple[Evidence, ...] = ()
+    conditional: InitVar[bool] = False
+    """Whether the reason names a condition: what the numbers bear out then holds only if, and a run in which they do
+    not says what it missed."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, conditional: bool) -> None:
         if self.outcome not in OUTCOMES:
             raise unknown("outcome", self.outcome, OUTCOMES)
         if self.claim is not None and self.claim not in CLAIMS:
             raise unknown("claim", str(self.claim), map(str, CLAIMS))
-        # A reason that names a condition is for a run that bore it out; another run says what it missed.
-        if self.outcome in (FAILS, OPEN) and self.reason.startswith(("It holds if", "Both hold, if")):
+        if conditional and self.outcome == HOLDS:
+            object.__setattr__(self, "outcome", ONLY_IF)
+        elif conditional:
             object.__setattr__(self, "reason", _missed(self.evidence) or self.reason)
 
 

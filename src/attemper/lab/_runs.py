@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .._errors import OptionError, brief, explain
-from .._gguf import Progress
+from .._progress import Progress
 from ._study import train
 from ._study_data import Cell, Data, Settings, load
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from .._attend import read
-from .._gguf import Progress
 from ._result import Estimate
 from ._statistics import generator, sample_means
 
@@ -25,8 +24,6 @@ def sample_readings(
     keys: int,
     half_width: float,
     most: int,
-    progress: Progress | None = None,
-    stage: str = "",
 ) -> list[dict[str, Estimate]]:
     """Means of Reading fields for normal q and k, a dictionary for each scale; all scales see the same q and k.
 
@@ -44,8 +41,6 @@ def sample_readings(
             generator(seed, "readings", d_k, keys),
             half_width=half_width,
             most=most,
-            progress=progress,
-            stage=stage,
         )
     )
     return [{name: next(estimates) for name in names} for _ in scales]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._gguf import Progress
+from .._progress import Progress
 from ._result import Estimate
 
 LEVEL = 0.95

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from .._attend import trace
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
-from ._result import HOLDS, ONLY_IF, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
+from ._result import HOLDS, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
 from ._result import Config as Base
 from ._statistics import generator, mean_of
 
@@ -66,7 +66,8 @@ def run(config: Config, progress: Progress = silent) -> Result:
         verdicts=(
             Verdict(
                 claim=24,
-                outcome=ONLY_IF if outcome == HOLDS and equal else outcome,
+                outcome=outcome,
+                conditional=bool(equal),
                 expected="no mending after softmax",
                 measured=f"largest error of the mended weights at d_k {widest}: float16 {errors['float16', widest]}, "
                 f"float32 {errors['float32', widest]}, float64 {errors['float64', widest]}",

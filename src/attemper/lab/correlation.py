@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from .._attend import attend
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
-from ._result import HOLDS, ONLY_IF, Estimate, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
+from ._result import Estimate, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._statistics import generator, sample_means
 
 RULES = {"sqrt_dk": "divided by √d_k", "dk": "divided by d_k"}
@@ -70,7 +70,8 @@ def run(config: Config, progress: Progress = silent) -> Result:
         verdicts=(
             Verdict(
                 claim=3,
-                outcome=ONLY_IF if outcome == HOLDS else outcome,
+                outcome=outcome,
+                conditional=True,
                 expected="1/d_k shrinks the scores too much",
                 measured=f"from d_k {first} to {last} the score of the matching key grows {growth['dk']} times under "
                 f"1/d_k and {growth['sqrt_dk']} times under 1/√d_k",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .._attend import attend
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
 from ._result import FAILS, HOLDS, OPEN, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base

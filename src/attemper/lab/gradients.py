@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from .._attend import attend, read, trace
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
 from ._lookup import BATCH, RATES, TOKENS, normal, one_thread, train
-from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
+from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._statistics import generator, mean_of, sample_means
 
 RULES = {"unscaled": "unscaled", "sqrt_dk": "scaled"}
@@ -305,7 +305,8 @@ def _flow_verdict(config: Config, inside: dict[tuple[int, str], list[Estimate]])
     outcome = judge(evidence)
     return Verdict(
         claim=12,
-        outcome=ONLY_IF if outcome == HOLDS else outcome,
+        outcome=outcome,
+        conditional=True,
         expected="Σp(1−p) falls towards 0 unscaled and stays near 1 scaled",
         measured="; ".join(
             f"{words}: flow {', '.join(str(inside[d_k, rule][0]) for d_k in config.d_k)}"
@@ -357,7 +358,8 @@ def _which_verdict(
     first, least, last = ratio[0], min(ratio), ratio[-1]
     return Verdict(
         claim=13,
-        outcome=ONLY_IF if outcome == HOLDS else outcome,
+        outcome=outcome,
+        conditional=True,
         expected="one of the two",
         measured=f"at d_k {widest}, unscaled: ‖dq‖ {ratios[widest]['q']} times that of √d_k, its median row "
         f"{ratios[widest]['median row of q']} times, and {inside[widest, 'unscaled'][2].value:.0%} of the keys starve",

@@ -11,10 +11,10 @@ import numpy as np
 
 from .._attend import attend, read
 from .._errors import OptionError, explain
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
-from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
+from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._statistics import generator, sample_means
 
 RULES = {"sqrt_dk": "√d_k", "sqrt_dmodel": "√d_model", "unscaled": "unscaled"}
@@ -85,7 +85,8 @@ def run(config: Config, progress: Progress = silent) -> Result:
         verdicts=(
             Verdict(
                 claim=19,
-                outcome=ONLY_IF if outcome == HOLDS else outcome,
+                outcome=outcome,
+                conditional=True,
                 expected="variance 1 in each head",
                 measured=f"variance of the scores with {few} and with {many} heads: "
                 + "; ".join(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, OPEN, Estimate, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
 from ._result import Config as Base
 from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near

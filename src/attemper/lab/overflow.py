@@ -13,10 +13,10 @@ import numpy as np
 
 from .._attend import attend
 from .._errors import OptionError, explain
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
-from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
+from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._statistics import generator, mean_of
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -84,7 +84,8 @@ def run(config: Config, progress: Progress = silent) -> Result:
         verdicts=(
             Verdict(
                 claim=15,
-                outcome=ONLY_IF if outcome == HOLDS else outcome,
+                outcome=outcome,
+                conditional=True,
                 expected="overflow above ln of the largest number",
                 measured=f"largest score of one key: {', '.join(f'{name} {at:.5g}' for name, at in first.items())}; "
                 f"attend goes on, up to {shifted[-1][1]} in {shifted[-1][0]}",

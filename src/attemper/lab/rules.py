@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
-from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._result import Config as Base
+from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob, near
 from ._scores import sample_readings
 
 NAMES = {"unscaled": "none", "sqrt_dk": "√d_k", "sqrt_dmodel": "√d_model", "dk": "d_k"}
@@ -115,7 +115,8 @@ def _crushed(config: Config, found: dict[str, list[dict[str, Estimate]]]) -> Ver
     last = found["dk"][-1]
     return Verdict(
         claim=3,
-        outcome=ONLY_IF if outcome == HOLDS else outcome,
+        outcome=outcome,
+        conditional=True,
         expected="variance 1/d_k, flat attention",
         measured=f"variance times d_k {last['score_variance'].times(config.d_k[-1])}, entropy "
         f"{last['normalized_entropy']} of its largest, largest weight {last['largest_weight']} at d_k {config.d_k[-1]}",
@@ -137,11 +138,11 @@ def _wrong_dimension(config: Config, found: dict[str, list[dict[str, Estimate]]]
             for d, one in zip(config.d_k, found["sqrt_dmodel"], strict=True)
         ),
     )
-    over = all(one["score_variance"].high < 1 for one in found["sqrt_dmodel"])
     outcome = judge(evidence)
     return Verdict(
         claim=4,
-        outcome=ONLY_IF if outcome == HOLDS and over else outcome,
+        outcome=outcome,
+        conditional=True,
         expected="variance other than 1, too much or too little",
         measured=f"GPT-3: {width}/{heads} = {d_k}, scores {ratio:.2f} times too small; with {config.heads} heads the "
         f"variance is {found['sqrt_dmodel'][-1]['score_variance']}, where 1/{config.heads} is {1 / config.heads:.4f}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._scale import scale_for
 from ._result import HOLDS, OPEN, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
 from ._result import Config as Base

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .._attend import trace
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from ._result import HOLDS, ONLY_IF, Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob
 from ._result import Config as Base
 from ._statistics import generator, mean_of

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from . import _comparison as by
 from ._comparison import WITH, WITHOUT, Comparison, Point
 from ._comparison_views import clock, panels, tables

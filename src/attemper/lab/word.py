@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._gguf import Progress, silent
+from .._progress import Progress, silent
 from .._walk import Gaze, gaze, see
 from ._result import Config as Base
 from ._result import Estimate, Evidence, Panel, Result, Series, Table, Verdict, judge, knob

@@ -7,7 +7,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -32,10 +32,9 @@ _PAGE = """<!doctype html>
 <link rel="icon" href="{icon}">
 <style>{style}</style>
 </head>
-<body>
-<div id="page"></div>
-<noscript><pre>{text}</pre></noscript>
-<script type="application/json" id="data">{data}</script>
+<body{kind}>
+<div id="page">{body}</div>
+{beside}<script type="application/json" id="data">{data}</script>
 <script type="module">{script}</script>
 </body>
 </html>
@@ -45,18 +44,40 @@ _PAGE = """<!doctype html>
 def to_html(record: Mapping[str, Any]) -> str:
     """The record as one HTML file; it asks nothing of any network."""
     shown = view(record)
-    style, code = _static("report.css"), script()
+    return page(
+        f"{shown['title']}: attention checkup",
+        style=static("report.css"),
+        code=script(MODULES),
+        data={"record": plain(record), "view": shown},
+        beside=f"<noscript><pre>{html.escape(to_text(record))}</pre></noscript>\n",
+    )
+
+
+def page(title: str, *, style: str, code: str, data: Any, body: str = "", beside: str = "", kind: str = "") -> str:
+    """One file that works from a disk: style, script and data are inside it, and nothing else may be loaded or run.
+
+    Args:
+        title: of the window; escaped here.
+        style: the CSS.
+        code: the script, as `script` joins it.
+        data: what the script finds in the element `data`.
+        body: HTML inside the element `page`.
+        beside: HTML after it.
+        kind: the class of the body.
+    """
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
-        f"style-src '{_digest(style)}'; script-src '{_digest(code)}'"
+        f"style-src '{digest(style)}'; script-src '{digest(code)}'"
     )
     return _PAGE.format(
         policy=policy,
-        title=html.escape(f"{shown['title']}: attention checkup"),
+        title=html.escape(title),
         icon=_ICON,
         style=style,
-        text=html.escape(to_text(record)),
-        data=embed({"record": plain(record), "view": shown}),
+        kind=f' class="{kind}"' if kind else "",
+        body=body,
+        beside=beside,
+        data=embed(data),
         script=code,
     )
 
@@ -69,19 +90,21 @@ def embed(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def script() -> str:
-    """The modules as one: without their imports and exports, in an order in which every name is there when used."""
+def script(modules: Sequence[str], root: str = 'document.getElementById("page")') -> str:
+    """The modules as one, started on `root`: without imports and exports, each name there when it is used."""
     parts = []
-    for name in MODULES:
-        code = re.sub(r"^import [^;]*;\n", "", _static(f"{name}.js"), flags=re.MULTILINE)
+    for name in modules:
+        code = re.sub(r"^import [^;]*;\n", "", static(f"{name}.js"), flags=re.MULTILINE)
         parts.append(re.sub(r"^export ", "", code, flags=re.MULTILINE))
-    parts.append('start(JSON.parse(document.getElementById("data").textContent), document.getElementById("page"));\n')
+    parts.append(f'start(JSON.parse(document.getElementById("data").textContent), {root});\n')
     return "\n".join(parts)
 
 
-def _static(name: str) -> str:
+def static(name: str) -> str:
+    """A file of the front end."""
     return files(__package__).joinpath("static", name).read_text(encoding="utf-8")
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """What a Content-Security-Policy knows a text by."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

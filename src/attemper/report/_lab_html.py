@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ._html import _digest as digest
-from ._html import _static as static
-from ._html import embed
+from ._html import page, script, static
 from ._lab_figure import to_svg
 from ._lab_view import (
     NOT_RUN,
@@ -33,27 +31,6 @@ LONG = 12
 """Tables of more rows are folded up until one asks for them."""
 
 TITLE = "Why √d_k"
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="referrer" content="no-referrer">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body class="lab">
-<div id="page">
-{body}
-</div>
-<script type="application/json" id="data">{data}</script>
-<script type="module">{script}</script>
-</body>
-</html>
-"""
 
 _MARK = (
     '<svg viewBox="0 0 24 24" class="mark" aria-hidden="true">'
@@ -118,12 +95,6 @@ def lab_html(
     whole = claims is not None
     listed = dict(claims) if claims is not None else _judged(records)
     clock = clock or {}
-    style = static("report.css") + static("lab.css")
-    code = script()
-    policy = (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
-        f"style-src '{digest(style)}'; script-src '{digest(code)}'"
-    )
     names = _names(records)
     title = TITLE if whole or len(records) != 1 else clean(records[0]["title"])
     sections = [
@@ -143,24 +114,14 @@ def lab_html(
         "</main></div>",
         _footer(records),
     ]
-    return _PAGE.format(
-        policy=policy,
-        title=html.escape(f"{title}: attemper"),
-        style=style,
-        body="\n".join(filter(None, body)),
-        data=embed(plain({"records": records, "clock": [clock.get(record["question"], ()) for record in records]})),
-        script=code,
+    return page(
+        f"{title}: attemper",
+        style=static("report.css") + static("lab.css"),
+        code=script(MODULES, "document"),
+        data=plain({"records": records, "clock": [clock.get(record["question"], ()) for record in records]}),
+        body="\n".join(("", *filter(None, body), "")),
+        kind="lab",
     )
-
-
-def script() -> str:
-    """The modules as one, without their imports and exports."""
-    parts = []
-    for name in MODULES:
-        code = re.sub(r"^import [^;]*;\n", "", static(f"{name}.js"), flags=re.MULTILINE)
-        parts.append(re.sub(r"^export ", "", code, flags=re.MULTILINE))
-    parts.append('start(JSON.parse(document.getElementById("data").textContent), document);\n')
-    return "\n".join(parts)
 
 
 # Words
