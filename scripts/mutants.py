@@ -27,7 +27,7 @@ LEFT_OUT = {
     "test_memory.py",
     "test_docs.py",
     "test_imports.py",
-    *map("test_torch_{}.py".format, ("dropin", "gradients", "compile")),
+    *map("test_torch_{}.py".format, ("dropin", "gradients", "compile", "operator")),
     *map("test_watch{}.py".format, ("", "_compile", "_lineage", "_models", "_modules", "_monitor", "_own")),
     *map("test_{}.py".format, ("check", "cli", "cli_lab", "cli_trace", "diagnose", "models", "nn", "report", "zoo")),
     *map("test_{}.py".format, ("lab", "lab_a", "lab_claims", "lab_training", "report_lab", "walk")),

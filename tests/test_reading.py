@@ -1,5 +1,7 @@
 """Every field of a Reading against its definition, written out here in plain Python floats."""
 
+import copy
+import dataclasses
 import json
 import math
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from attemper import Reading, attend, read
-from attemper._reading import AFTER_BACKWARD, FIELDS, MEASURED, from_plain
+from attemper._reading import AFTER_BACKWARD, FIELDS, MEASURED, from_plain, reading_of
 
 FORWARD = tuple(name for name in FIELDS if name not in AFTER_BACKWARD)
 WHOLE = ("visible_keys", "nonfinite")
@@ -490,3 +492,15 @@ def test_fields_that_were_not_measured_are_left_out_of_the_record():
     assert json.loads(json.dumps(record, allow_nan=False))["max_logit"] == [["-inf", 0.0, 2.0]]
     assert Reading(backend="numpy").to_dict() == {"schema": "attemper.reading/1", "backend": "numpy", "shape": []}
     assert {*MEASURED, "normalized_entropy", "effective_keys", "flow"} == set(FIELDS)
+
+
+def test_a_reading_made_in_haste_is_the_one_of_the_constructor():
+    around = {"backend": "numpy", "rows": (2, 3), "awaited": AFTER_BACKWARD}
+    for names in ((), ("entropy",), [name for name in MEASURED if name not in AFTER_BACKWARD]):
+        measured = {name: np.full((2, 3), i) for i, name in enumerate(names)}
+        quick, slow = reading_of(measured, **around), Reading(**measured, **around)
+        assert vars(quick) == vars(slow)
+        assert vars(dataclasses.replace(quick, backend="torch")) == vars(dataclasses.replace(slow, backend="torch"))
+        assert vars(copy.deepcopy(quick)).keys() == vars(slow).keys()
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            quick.entropy = None

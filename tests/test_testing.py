@@ -15,7 +15,14 @@ from attemper.testing import KINDS, assert_within_budget, check_operator, compar
 
 @pytest.mark.parametrize(
     ("framework", "backend"),
-    [("numpy", "numpy"), ("numpy", "reference"), ("torch", "torch"), ("torch", "reference")],
+    [
+        ("numpy", "cpu"),
+        ("numpy", "numpy"),
+        ("numpy", "reference"),
+        ("torch", "cpu"),
+        ("torch", "torch"),
+        ("torch", "reference"),
+    ],
 )
 def test_backend_passes_the_battery(framework, backend):
     report = check_operator(functools.partial(attend, backend=backend), framework=framework, backend=backend)
@@ -90,7 +97,7 @@ def test_battery_catches(fault):
 
 def test_a_backend_that_is_not_the_one_asked_for_is_wrong():
     report = check_operator(attend, backend="reference", dtypes=["float32"])
-    assert report.wrong[0].detail == "backend numpy ran instead of reference"
+    assert report.wrong[0].detail == "backend cpu ran instead of reference"
 
 
 @pytest.mark.parametrize("kernel", ["MATH", "FLASH_ATTENTION"])

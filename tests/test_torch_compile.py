@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from attemper import AttemperError, Reading, attend, read, scaled_dot_product_attention  # noqa: E402
 from attemper._attend import Attended  # noqa: E402
-from attemper._backends.torch._backward import Saved  # noqa: E402
-from attemper._backends.torch._operators import RETURNS, tiles, tiles_backward  # noqa: E402
+from attemper._backends._operator import RETURNS, Saved, tiles, tiles_backward  # noqa: E402
 from attemper._reading import AFTER_BACKWARD, FIELDS  # noqa: E402
 
 TILES, TILES_BACKWARD = torch.ops.attemper.tiles.default, torch.ops.attemper.tiles_backward.default
@@ -584,16 +583,15 @@ def test_opcheck_tiles(name, values):
     given = arguments(name, gradients=False)
     given = given if values else (*given[:2], None, *given[3:])
     stats = "entropy,logsumexp,output_norm,pressure,visible_keys"
-    torch.library.opcheck(tiles, (*given, stats), test_utils=EVERYTHING)
+    torch.library.opcheck(tiles, (*given, stats, "torch"), test_utils=EVERYTHING)
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_opcheck_tiles_with_gradients(name):
     given = arguments(name, gradients=True)
     # It differentiates every output, so that all that have a gradient must be there.
-    torch.library.opcheck(
-        tiles, (*given, "collision,entropy,expected_score,largest_weight,logsumexp,max_logit"), test_utils=EVERYTHING
-    )
+    stats = "collision,entropy,expected_score,largest_weight,logsumexp,max_logit"
+    torch.library.opcheck(tiles, (*given, stats, "torch"), test_utils=EVERYTHING)
 
 
 @pytest.mark.parametrize("measuring", [True, False])
@@ -601,13 +599,13 @@ def test_opcheck_tiles_with_gradients(name):
 def test_opcheck_tiles_backward(name, measuring):
     given = arguments(name, gradients=False)
     stats = "collision,expected_score,largest_weight,logsumexp,max_logit" + (",pressure" if measuring else "")
-    found = dict(zip(RETURNS, tiles(*given, stats), strict=True))
+    found = dict(zip(RETURNS, tiles(*given, stats, "torch"), strict=True))
     saved = [found[x] for x in Saved._fields]
     grads = [torch.randn_like(found["output"]), *(torch.randn_like(found["logsumexp"]) for _ in range(4))]
     bias_too = name == "bias"
     # Where it measures, the operator writes into `gradients` behind the back of its schema, as its docstring says.
     which = [x for x in EVERYTHING if x != "test_schema" or not measuring]
-    torch.library.opcheck(tiles_backward, (*given, *saved, *grads, bias_too), test_utils=which)
+    torch.library.opcheck(tiles_backward, (*given, *saved, *grads, bias_too, "torch"), test_utils=which)
 
 
 # --- export -----------------------------------------------------------------------------------------------------------

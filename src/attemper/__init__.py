@@ -23,6 +23,7 @@ from ._errors import OptionError as OptionError
 from ._errors import ShapeError as ShapeError
 from ._errors import SizeError as SizeError
 from ._finding import Finding as Finding
+from ._progress import on_progress as on_progress
 from ._reading import Reading as Reading
 from ._scale import scale_for as scale_for
 from ._vitals import Site as Site
@@ -71,6 +72,7 @@ __all__ = [
     "diagnose",
     "lab",
     "nn",
+    "on_progress",
     "read",
     "report",
     "scale_for",

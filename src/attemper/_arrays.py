@@ -36,6 +36,19 @@ def framework_of(x: object) -> str | None:
     return None
 
 
+def torch_is_plain(torch: Any) -> bool:
+    """Whether torch does what it is told at once: no compiler, tracer, transform or mode stands in between."""
+    if torch.compiler.is_compiling():
+        return False  # by itself: what follows is nothing that a compiler could follow
+    inside = torch._C  # noqa: SLF001
+    return not (
+        inside._len_torch_dispatch_stack()  # noqa: SLF001
+        or inside._len_torch_function_stack()  # noqa: SLF001
+        or inside._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+        or inside._is_tracing()  # noqa: SLF001
+    )
+
+
 def dtype_name(x: Array) -> str:
     """`"float32"`, whatever the framework."""
     return x.dtype.name if isinstance(x, np.ndarray) else str(x.dtype).removeprefix("torch.")
@@ -61,7 +74,8 @@ def require_array(name: str, x: object) -> str:
     """The framework of an operand, or an error that says how to make an array of it."""
     framework = framework_of(x)
     if framework is not None:
-        _require_dense(name, x)
+        if framework == "torch":
+            _require_dense(name, x)
         return framework
     if isinstance(x, np.ma.MaskedArray):
         fix = f"Pass {name}.filled(…)" + ("." if name == "attn_mask" else ", and hide keys with attn_mask.")
@@ -81,10 +95,10 @@ def require_array(name: str, x: object) -> str:
 
 
 def _require_dense(name: str, x: Array) -> None:
-    if getattr(x, "is_nested", False):
+    if x.is_nested:
         fix = "Pass a padded tensor and key_lengths, or a packed one and cu_seqlens."
         raise FrameworkError(explain(f"{name} is a nested tensor, whose rows have no common length.", fix))
-    layout = str(getattr(x, "layout", "torch.strided")).removeprefix("torch.")
+    layout = str(x.layout).removeprefix("torch.")
     if layout != "strided":
         raise FrameworkError(explain(f"{name} is a tensor of layout {layout}.", f"Pass {name}.to_dense()."))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,15 +14,18 @@ import numpy as np
 from ._arrays import Array, dtype_name, require_array
 from ._errors import BackendError, OptionError, explain, unknown
 from ._problem import Problem, flag, pose
-from ._reading import AFTER_BACKWARD, Reading, choose
+from ._reading import AFTER_BACKWARD, Reading, choose, reading_of
 
-BACKENDS = ("reference", "numpy", "torch", "identities")
+BACKENDS = ("reference", "numpy", "torch", "cpu", "identities")
 """Every backend, by the name of its module."""
 
-AUTO = {"numpy": "numpy", "torch": "torch"}
-"""What `backend="auto"` takes for the arrays of a framework."""
+HAS_NUMBA = find_spec("numba") is not None
+"""Asked once, for a compiler does not follow the question."""
 
 NEED_TORCH = ("torch", "identities")
+
+MAY_LACK = (*AFTER_BACKWARD, "output_norm")
+"""Fields that may be asked for by name and not come: they need a backward pass, or values."""
 
 ScaleRule: TypeAlias = Literal["sqrt_dk", "unscaled", "dk"]
 Scale: TypeAlias = float | Array | ScaleRule | None
@@ -123,10 +128,13 @@ def attend(
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 8, 128, 64), dtype=np.float32)
     >>> output, reading = attend(q, k, v, is_causal=True)
     >>> output.shape, reading.entropy.shape, reading.backend
-    ((8, 128, 64), (8, 128), 'numpy')
+    ((8, 128, 64), (8, 128), 'cpu')
     """
+    q, k, v = _given(q, k, v)
     problem = pose(
-        **_given(q=q, k=k, v=v),
+        q,
+        k,
+        v,
         attn_mask=attn_mask,
         is_causal=is_causal,
         query_offset=query_offset,
@@ -173,9 +181,11 @@ def read(
     >>> bool((read(q, k).entropy > read(q, k, scale="unscaled").entropy).all())
     True
     """
+    q, k = _given(q, k)
     problem = pose(
-        **_given(q=q, k=k),
-        v=None,
+        q,
+        k,
+        None,
         attn_mask=attn_mask,
         is_causal=is_causal,
         query_offset=query_offset,
@@ -273,8 +283,11 @@ def trace(
     >>> steps.scores.tolist(), steps.weights.round(3).tolist()
     ([[1.0, 0.0], [0.0, 1.0]], [[0.731, 0.269], [0.269, 0.731]])
     """
+    q, k, v = _given(q, k, v)
     problem = pose(
-        **_given(q=q, k=k, v=v),
+        q,
+        k,
+        v,
         attn_mask=attn_mask,
         is_causal=is_causal,
         query_offset=query_offset,
@@ -309,13 +322,14 @@ def trace(
     )
 
 
-def _given(**operands: Array) -> dict[str, Array]:
-    """The operands, as autocast would have them."""
-    # v=None means "statistics only" further down, so it must not slip through here.
-    for name, array in operands.items():
-        require_array(name, array)
+def _given(*operands: Array) -> tuple[Array, ...]:
+    """The operands q, k and perhaps v, as autocast would have them."""
+    if operands[-1] is None:
+        # As v it means "statistics only" further down, so it must not slip through here.
+        for name, array in zip(("q", "k", "v"), operands, strict=False):
+            require_array(name, array)
     torch = sys.modules.get("torch")
-    q = operands["q"]
+    q = operands[0]
     if torch is None or not isinstance(q, torch.Tensor):
         return operands
     kind = q.device.type
@@ -323,10 +337,10 @@ def _given(**operands: Array) -> dict[str, Array]:
         return operands
     # As torch's own attention does: narrow what is floating, leave float64 alone.
     dtype = torch.get_autocast_dtype(kind)
-    return {
-        name: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-        for name, x in operands.items()
-    }
+    return tuple(
+        x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in operands
+    )
 
 
 def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> tuple[Array, Reading]:
@@ -335,24 +349,25 @@ def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> 
         fix = "Pass torch tensors, or leave differentiable=False."
         raise OptionError(explain("differentiable=True, but NumPy arrays carry no gradients.", fix))
     name, module = _pick(problem, backend)
-    output, fields = module.run(problem, wanted, **({"differentiable": True} if differentiable else {}))
-    missing = [field for field in wanted if field not in fields and field not in (*AFTER_BACKWARD, "output_norm")]
-    if missing and stats != "all":
+    run = partial(module.run, differentiable=True) if differentiable else module.run
+    output, fields = run(problem, wanted)
+    missing = [] if stats == "all" else [field for field in wanted if field not in fields and field not in MAY_LACK]
+    if missing:
         fix = "Leave it out of stats, or pass backend='auto'."
         raise BackendError(explain(f"backend {name!r} cannot give {', '.join(sorted(missing))}.", fix))
-    rows = (*problem.batch, problem.heads, problem.queries)
+    rows = tuple(problem.q.shape[:-1])
     if problem.one_head:
         output = None if output is None else output[..., 0, :, :]
         fields = {field: value if field == "gradients" else value[..., 0, :] for field, value in fields.items()}
         rows = rows[1:]
-    awaited = tuple(field for field in AFTER_BACKWARD if field in wanted)
-    return output, Reading(backend=name, rows=rows, awaited=awaited, **fields)
+    awaited = tuple([field for field in AFTER_BACKWARD if field in wanted])
+    return output, reading_of(fields, backend=name, rows=rows, awaited=awaited)
 
 
 def _pick(problem: Problem, backend: str) -> tuple[str, Any]:
-    if not (isinstance(backend, str) and backend in ("auto", *BACKENDS)):
+    if not (isinstance(backend, str) and (backend == "auto" or backend in BACKENDS)):
         raise unknown("backend", backend, ("auto", *BACKENDS))
-    name = AUTO[problem.framework] if backend == "auto" else backend
+    name = _best(problem) if backend == "auto" else backend
     # Said without the import: torch may not even be installed.
     reason = "it computes on torch tensors" if name in NEED_TORCH and problem.framework != "torch" else None
     module: Any = None if reason else _backend(name, problem.framework)
@@ -363,12 +378,22 @@ def _pick(problem: Problem, backend: str) -> tuple[str, Any]:
     return name, module
 
 
+def _best(problem: Problem) -> str:
+    """What `backend="auto"` takes: compiled kernels where there are any, however small the problem; else plain tiles."""
+    on_cpu = problem.framework == "numpy" or problem.q.device.type == "cpu"
+    return "cpu" if on_cpu and HAS_NUMBA else problem.framework
+
+
 def _backend(name: str, framework: str) -> Any:
     """The module of a backend, imported when it is used and by its name, which a compiler can follow."""
     if name == "torch":
         from ._backends import torch
 
         return torch
+    if name == "cpu":
+        from ._backends import cpu
+
+        return cpu
     if name == "numpy":
         from ._backends import numpy
 

@@ -81,7 +81,12 @@ def key_bounds(
     stop = position * 0 + key_length if right is None else xp.clip(position + right + 1, None, key_length)
     # A query before the first or past the last key sees nothing: an empty interval inside [0, keys].
     first = xp.clip(first, None, key_length) + key_start
-    return Bounds(first, xp.maximum(stop + key_start, first))
+    bounds = Bounds(first, xp.maximum(stop + key_start, first))
+    if xp is np:
+        # Several calls may share them.
+        for bound in bounds:
+            bound.setflags(write=False)
+    return bounds
 
 
 def _window(window: object) -> tuple[int | None, int | None]:

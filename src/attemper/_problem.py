@@ -7,7 +7,8 @@ import numbers
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,12 +21,23 @@ from ._arrays import (
     operand,
     require_array,
     require_floating,
+    torch_is_plain,
 )
 from ._bounds import Bounds, key_bounds
 from ._errors import DtypeError, FrameworkError, OptionError, ShapeError, brief, explain, unknown
 from ._scale import ATTEND_RULES, scale_for
 
 RANKS = (2, 5)
+
+MOST = 128
+"""Problems to remember: more than a model has kinds of layers."""
+
+LONGEST = 2**12
+"""Queries of a problem whose bounds are worth remembering: those of a longer one take room, and to make them no time
+beside the call."""
+
+_PLAIN = frozenset((bool, int, float, str, NoneType))
+"""The types of options that are what they say and never change."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -98,6 +110,115 @@ def pose(
     enable_gqa: bool = False,
 ) -> Problem:
     """Check everything once, line up ranks, broadcast batch and head axes as views."""
+    key = None
+    if attn_mask is None and key_lengths is None and cu_seqlens is None and sinks is None:
+        operands = (q, k) if v is None else (q, k, v)
+        key = _key(operands, window, (scale, is_causal, query_offset, softcap, dropout_p, enable_gqa))
+    known = None if key is None else _REMEMBERED.get(key)
+    if known is not None:
+        return known.problem_of(q, k, v, seed)
+    problem = _checked(
+        q,
+        k,
+        v,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        query_offset=query_offset,
+        window=window,
+        key_lengths=key_lengths,
+        cu_seqlens=cu_seqlens,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        enable_gqa=enable_gqa,
+    )
+    if key is not None and (problem.bounds is None or problem.queries <= LONGEST):
+        if len(_REMEMBERED) >= MOST:
+            _REMEMBERED.clear()
+        _REMEMBERED[key] = _Known.of(problem, q, k, v)
+    return problem
+
+
+def _key(operands: tuple[Array, ...], window: Any, options: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """All that a Problem without arrays among its options follows from; None where there may be more to it.
+
+    Checking a small problem takes longer than computing it, and a model poses the same ones again and again.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch_is_plain(torch):
+        return None  # what is made now is no good to a later call
+    sides = window if type(window) is tuple else ()
+    # As keys 1, 1.0 and True are the same, but not equally right.
+    kinds = tuple(map(type, options + sides))
+    if not _PLAIN.issuperset(kinds) or not (window is None or sides):
+        return None
+    scale = options[0]
+    if scale == 0:
+        return None  # −0.0 is the same too, but another scale
+    # Tensors that are made in inference mode are of no use outside.
+    key = [torch is not None and torch.is_inference_mode_enabled(), kinds, window, options]
+    for x in operands:
+        kind = type(x)
+        # Not isinstance: a subclass may do anything.
+        if kind is np.ndarray:
+            key += (kind, x.shape, x.dtype)
+        elif torch is not None and (kind is torch.Tensor or kind is torch.nn.Parameter) and not x.is_nested:
+            key += (x.layout, x.shape, x.dtype, x.device)
+        else:
+            return None
+    return tuple(key)
+
+
+class _Known(NamedTuple):
+    """A Problem but for its operands and its seed."""
+
+    fields: dict[str, Any]
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """Those of q, k and v in the Problem; None for one that goes into it as it is."""
+
+    @classmethod
+    def of(cls, problem: Problem, *operands: Array | None) -> _Known:
+        found = (problem.q, problem.k, problem.v)
+        shapes = [None if x is own else tuple(x.shape) for x, own in zip(found, operands, strict=True)]
+        return cls({**vars(problem), "q": None, "k": None, "v": None}, tuple(shapes))
+
+    def problem_of(self, q: Array, k: Array, v: Array | None, seed: int | None) -> Problem:
+        q_shape, k_shape, v_shape = self.shapes
+        # Without the constructor, which sets frozen fields one by one.
+        problem = object.__new__(Problem)
+        vars(problem).update(
+            self.fields,
+            q=q if q_shape is None else _lined_up(q, q_shape),
+            k=k if k_shape is None else _lined_up(k, k_shape),
+            v=v if v_shape is None else _lined_up(v, v_shape),
+            seed=_seed(seed, self.fields["dropout_p"], self.fields["framework"]),
+        )
+        return problem
+
+
+_REMEMBERED: dict[Any, _Known] = {}
+
+
+def _checked(
+    q: Array,
+    k: Array,
+    v: Array | None,
+    *,
+    attn_mask: Array | None,
+    is_causal: bool,
+    query_offset: object,
+    window: object,
+    key_lengths: object,
+    cu_seqlens: object,
+    scale: object,
+    softcap: float | None,
+    sinks: Array | None,
+    dropout_p: float,
+    seed: int | None,
+    enable_gqa: bool,
+) -> Problem:
     operands = {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
     framework = _one_framework(operands)
     _one_dtype(operands)
@@ -106,9 +227,7 @@ def pose(
     batch, heads, kv_heads = _broadcast_axes(operands, aligned, enable_gqa=flag("enable_gqa", enable_gqa))
 
     def spread(name: str, head_count: int) -> Array:
-        array = aligned[name]
-        shape = (*batch, head_count, *array.shape[-2:])
-        return array if tuple(array.shape) == shape else _broadcast_to(array, shape)
+        return _lined_up(aligned[name], (*batch, head_count, *aligned[name].shape[-2:]))
 
     q4, k4 = spread("q", heads), spread("k", kv_heads)
     queries, keys = q4.shape[-2], k4.shape[-2]
@@ -196,8 +315,20 @@ def _align_ranks(operands: dict[str, Array]) -> tuple[dict[str, Array], bool]:
     for name, array in operands.items():
         # An np.matrix would insist on its two axes.
         plain = np.asarray(array) if isinstance(array, np.ndarray) else array
-        aligned[name] = plain[(None,) * (max(rank, 3) - len(array.shape))]
+        aligned[name] = _with_axes(plain, max(rank, 3))
     return aligned, rank == 2
+
+
+def _with_axes(array: Array, rank: int) -> Array:
+    missing = rank - len(array.shape)
+    return array[(None,) * missing] if missing else array
+
+
+def _lined_up(array: Array, shape: tuple[int, ...]) -> Array:
+    array = _with_axes(array, len(shape))
+    if tuple(array.shape) == shape:
+        return array
+    return np.broadcast_to(array, shape) if isinstance(array, np.ndarray) else array.expand(shape)
 
 
 def _broadcast_axes(
@@ -238,10 +369,6 @@ def _axes(shape: Sequence[int]) -> str:
     return " × ".join(str(int(n)) for n in shape)
 
 
-def _broadcast_to(array: Array, shape: tuple[int, ...]) -> Array:
-    return np.broadcast_to(array, shape) if isinstance(array, np.ndarray) else array.expand(shape)
-
-
 def _mask(mask: Array | None, shape: tuple[int, ...], operands: dict[str, Array]) -> Array | None:
     if mask is None:
         return None
@@ -259,7 +386,7 @@ def _mask(mask: Array | None, shape: tuple[int, ...], operands: dict[str, Array]
         fix = "A mask covers (*batch, heads, queries, keys); axes may be 1 or missing on the left."
         raise ShapeError(explain(headline, fix, shown))
     plain = np.asarray(mask) if isinstance(mask, np.ndarray) else mask
-    return plain[(None,) * (len(shape) - len(own))]
+    return _with_axes(plain, len(shape))
 
 
 def _scale(scale: object, head_dim: int, heads: int, operands: dict[str, Array]) -> float | Array:

@@ -10,3 +10,25 @@ Progress = Callable[[str, int, int], None]
 
 def silent(stage: str, done: int, total: int) -> None:
     """No progress was asked for."""
+
+
+_listener: Progress = silent
+
+
+def on_progress(listener: Progress | None) -> Progress:
+    """Have the library call `listener(stage, done, total)` when it does something long that nobody asked for.
+
+    Today that is compiling kernels for this processor, once on a machine. None listens no more. Returns the listener
+    before this one.
+
+    >>> before = on_progress(lambda stage, done, total: None)
+    >>> _ = on_progress(before)
+    """
+    global _listener  # noqa: PLW0603
+    before, _listener = _listener, silent if listener is None else listener
+    return before
+
+
+def tell(stage: str, done: int, total: int) -> None:
+    """Tell whoever listens."""
+    _listener(stage, done, total)

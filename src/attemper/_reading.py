@@ -164,6 +164,20 @@ AFTER_BACKWARD = ("gradient_flow", "pressure")
 LEAVES = (*(f"_{name}" if name in AFTER_BACKWARD else name for name in MEASURED), "gradients")
 """What a Reading keeps of arrays, by the names in its __dict__."""
 
+_BLANK = dict.fromkeys(LEAVES)
+
+
+def reading_of(measured: dict[str, Array], *, backend: str, rows: tuple[int, ...], awaited: tuple[str, ...]) -> Reading:
+    """The Reading of a call, from what its backend measured."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.compiler.is_compiling():
+        return Reading(backend=backend, rows=rows, awaited=awaited, **measured)
+    # Without the constructor, which sets twenty frozen fields one by one: as long as all else around a small call.
+    reading = object.__new__(Reading)
+    vars(reading).update(_BLANK, **measured, backend=backend, rows=rows, awaited=awaited)
+    return reading
+
+
 DERIVED = {
     "normalized_entropy": ("entropy", "visible_keys"),
     "effective_keys": ("collision",),
@@ -174,23 +188,30 @@ DERIVED = {
 FIELDS = (*MEASURED, *DERIVED)
 
 
+_ALONE = {
+    "all": frozenset(MEASURED),
+    "none": frozenset[str](),
+    **{name: frozenset(DERIVED.get(name, (name,))) for name in FIELDS},
+}
+"""The measured fields that each word asks for."""
+
+
 def choose(stats: object) -> frozenset[str]:
     """The measured fields that `stats="all"`, `"none"`, a name or several names ask for."""
     if isinstance(stats, str):
-        if stats == "all":
-            return frozenset(MEASURED)
-        names: Any = () if stats == "none" else (stats,)
-    else:
-        names = () if stats is None else stats
+        if stats not in _ALONE:
+            raise unknown("statistic", stats, ("all", "none", *FIELDS))
+        return _ALONE[stats]
+    names: Any = () if stats is None else stats
     if not isinstance(names, (tuple, list, set, frozenset)):
         fix = "Pass 'all', 'none', or names of Reading fields."
         raise OptionError(explain(f"stats is {brief(stats)}.", fix))
     wanted: set[str] = set()
     for name in names:
+        # 'all' and 'none' stand alone, never among names.
         if not isinstance(name, str) or name not in FIELDS:
-            # 'all' and 'none' stand alone, never among names.
-            raise unknown("statistic", name, ("all", "none", *FIELDS) if isinstance(stats, str) else FIELDS)
-        wanted.update(DERIVED.get(name, (name,)))
+            raise unknown("statistic", name, FIELDS)
+        wanted.update(_ALONE[name])
     return frozenset(wanted)
 
 

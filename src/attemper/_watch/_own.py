@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._backends.torch._operators import OPERANDS, RETURNS, tiles
-from .._backends.torch._tiles import FIELDS, Call
+from .._backends._operator import FIELDS, OPERANDS, RETURNS, Call, tiles
 from .._reading import Reading
 from ._record import Record, unwatched, when_differentiated
 from ._shapes import kind_of
@@ -28,7 +27,8 @@ def reheated(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
 
 def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tensor, ...]) -> Record:
     """The Record of one call, which waits for the gradients of q and of the output."""
-    call = Call(*arguments[:OPERANDS])
+    *operands, _stats, road = arguments
+    call = Call(*operands)
     detached: list[Any] = [x.detach() if isinstance(x, Tensor) else x for x in call]
     same = Call(*detached)
     # What was dropped is no part of what attention chose; of what came back it is.
@@ -48,13 +48,13 @@ def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tenso
         # Causality, windows and lengths have become bounds by now; which of them it was is not known.
         causal=call.stop is not None,
     )
-    reading = _read(plain._replace(v=None), FIELDS)
+    reading = _read(plain._replace(v=None), FIELDS, road)
     record = Record(site, reading, of_model=session.sequences)
     padding = session.padding_of(site, call.q.shape[0], call.q.shape[2], call.k.shape[2])
     if padding is not None:
         shares = padding[:, None, :, None].expand(-1, call.k.shape[1], -1, 1).to(call.q.dtype)
         with torch.no_grad(), unwatched():
-            record.leave_out(padding, tiles(*plain._replace(v=shares), "")[0][..., 0].float())
+            record.leave_out(padding, tiles(*plain._replace(v=shares), "", road)[0][..., 0].float())
     if call.v is None:
         return record
     record.look_at_output(result[0])
@@ -64,18 +64,18 @@ def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tenso
 
     def of_output(grad: Tensor) -> None:
         again = same._replace(q=same.q.requires_grad_())
-        record.gradient_flow = _read(again, ("gradient_flow", "pressure"), grad).gradient_flow
+        record.gradient_flow = _read(again, ("gradient_flow", "pressure"), road, grad).gradient_flow
 
     when_differentiated(record, call.q, session, of_q)
     when_differentiated(record, result[0], session, of_output)
     return record
 
 
-def _read(call: Call, names: tuple[str, ...], grad: Tensor | None = None) -> Reading:
+def _read(call: Call, names: tuple[str, ...], road: str, grad: Tensor | None = None) -> Reading:
     """The Reading of a call; with the gradient that arrived at its output, what a backward pass adds."""
     needed = {*names, "logsumexp", "max_logit", "largest_weight"}
     with torch.set_grad_enabled(grad is not None), unwatched():
-        found = dict(zip(RETURNS, tiles(*call, ",".join(sorted(needed))), strict=True))
+        found = dict(zip(RETURNS, tiles(*call, ",".join(sorted(needed)), road), strict=True))
         if grad is not None:
             torch.autograd.grad(found["output"], call.q, grad.detach().to(found["output"].dtype))
     rows = tuple(call.q.shape[:3])

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from .._backends._operator import COUNTS, FIELDS, functorch_level, plainly
 from .._backends.torch._backward import _GradientFlow as GradientFlow
-from .._backends.torch._operators import functorch_level
-from .._backends.torch._tiles import COUNTS, FIELDS, plainly, steps, transposed, weigh
+from .._backends.torch._tiles import steps, transposed, weigh
 from .._dropout import kept_signed
 from .._errors import BackendError, explain
 from .._state import PARTS_FOR, State, finish, identity, merge, observe

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._operator import Call, Saved, Upstream
 from ._tiles import (
-    Call,
     add_bias,
     add_per_head,
     kept,
@@ -25,28 +25,6 @@ from ._tiles import (
     transposed,
     weigh,
 )
-
-
-class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass."""
-
-    output: Tensor
-    max_logit: Tensor
-    largest_weight: Tensor
-    logsumexp: Tensor
-    expected_score: Tensor
-    collision: Tensor
-    gradients: Tensor
-
-
-class Upstream(NamedTuple):
-    """The gradients that come in."""
-
-    output: Tensor | None
-    logsumexp: Tensor | None
-    entropy: Tensor | None
-    expected_score: Tensor | None
-    collision: Tensor | None
 
 
 def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:

@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from ..._state import NO_KEY, PARTS_FOR, State, finish, identity, merge, observe
+from .._operator import Call, available, empty, empty_output
 from ._tiles import (
-    Call,
     Tile,
-    available,
-    empty,
-    empty_output,
     kept,
     key_tiles,
     per_head,

@@ -4,58 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._dropout import kept_signed
-
-FIELDS = (
-    "max_logit",
-    "logsumexp",
-    "expected_score",
-    "entropy",
-    "largest_weight",
-    "collision",
-    "score_mean",
-    "score_std",
-    "visible_keys",
-    "max_qk",
-    "first_key_weight",
-    "sink_mass",
-    "output_norm",
-    "nonfinite",
-)
-"""The fields of a Reading in the order in which the operator returns them, after the output."""
-
-COUNTS = ("visible_keys", "nonfinite")
-
-
-class Call(NamedTuple):
-    """The operands of one call, as the operators take them."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor | None
-    mask: Tensor | None
-    first: Tensor | None
-    stop: Tensor | None
-    scale: Tensor
-    sinks: Tensor | None
-    seed: Tensor | None
-    softcap: float | None
-    dropout_p: float
-    period: int
-    """Batch entries after which dropout repeats: those of one entry of vmap, which all drop alike."""
-
-    @property
-    def wide(self) -> torch.dtype:
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
-
-    @property
-    def group(self) -> int:
-        return self.q.shape[1] // max(self.k.shape[1], 1)
+from .._operator import Call
 
 
 class Tile(NamedTuple):
@@ -284,32 +239,3 @@ def kept(call: Call, tile: Tile, keys: Tensor) -> Tensor | None:
     rows = split(rows, 1, tile_shape(call, tile)[1:3])[..., None]
     keep: Tensor = kept_signed(rows, keys, call.dropout_p, call.seed.to(keys.device))
     return keep
-
-
-def available(call: Call, stats: frozenset[str]) -> frozenset[str]:
-    """The fields to return: output_norm needs an output."""
-    return frozenset(name for name in FIELDS if name in stats and (name != "output_norm" or call.v is not None))
-
-
-def empty(call: Call, name: str, shape: Sequence[int] = (0,)) -> Tensor:
-    dtype = torch.int64 if name in COUNTS else call.wide
-    return torch.empty(tuple(shape), dtype=dtype, device=call.q.device)
-
-
-def empty_output(call: Call, dtype: torch.dtype) -> Tensor:
-    """For the output, with heads and queries in memory as q has them: what follows often undoes a transposition."""
-    batch, heads, queries, _ = call.q.shape
-    value_dim = 0 if call.v is None else call.v.shape[-1]
-    if heads > 1 and call.q.stride(1) < call.q.stride(2):
-        return call.q.new_empty((batch, queries, heads, value_dim), dtype=dtype).transpose(1, 2)
-    return call.q.new_empty((batch, heads, queries, value_dim), dtype=dtype)
-
-
-def gradient_size(q: Tensor, stats: frozenset[str]) -> int:
-    """Of the tensor that waits for the backward pass; empty when nobody asked for what that measures."""
-    return 1 + 2 * q.shape[0] * q.shape[1] * q.shape[2] if stats & {"gradient_flow", "pressure"} else 0
-
-
-def plainly(q: Tensor) -> Any:
-    """Without autocast, which would round inside the operator."""
-    return torch.autocast(q.device.type, enabled=False)

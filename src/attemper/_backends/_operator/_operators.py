@@ -4,20 +4,21 @@
     attemper::tiles_backward  the gradients of all floating operands
 
 Operands have one batch axis: q (batch, heads, queries, head_dim); k and v with the key heads; the mask with every axis
-full or 1; bounds (batch or 1, queries); scale and sinks (batch or 1, heads or 1).
+full or 1; bounds (batch or 1, queries); scale and sinks (batch or 1, heads or 1). The last argument is the road: the
+name of the backend that computes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..._errors import BackendError, OptionError, explain
-from ._backward import Saved, Upstream, backward
-from ._forward import forward
-from ._tiles import FIELDS, Call, available, empty, empty_output, gradient_size, plainly
+from ._call import FIELDS, Call, Road, Saved, Upstream, available, empty, empty_output, gradient_size, plainly
 
 DIFFERENTIABLE = ("logsumexp", "entropy", "expected_score", "collision")
 """The fields through which gradients may flow."""
@@ -33,14 +34,38 @@ _OPERANDS = (
 TENSORS = 9  # of the operands; the rest are numbers
 SEED = Call._fields.index("seed")
 OPERANDS = len(Call._fields)
+INPUTS = OPERANDS + 2  # of the forward operator, with stats and road
 WAITING = OPERANDS + Saved._fields.index("gradients")
 DIFFERENTIATED = [Call._fields.index(name) for name in ("q", "k", "v", "mask", "scale", "sinks")]
+
+
+@cache
+def implementation(road: str) -> Road:
+    """The backend of that name, which imports this module and so cannot be imported by it before it is used."""
+    return cast(Road, import_module(f"..{road}", __package__))
+
+
+def computed(call: Call, stats: frozenset[str], road: str) -> dict[str, Tensor]:
+    """The output and what `stats` names, with the place for what a backward pass measures: those of RETURNS."""
+    with plainly(call.q):
+        output, found = implementation(road).forward(call, stats)
+    if output is not None:
+        found["output"] = output
+    waiting = gradient_size(call.q, stats)
+    if waiting:
+        found["gradients"] = torch.zeros(waiting, dtype=call.wide, device=call.q.device)
+    return found
+
+
+def _parts(arguments: tuple[Any, ...]) -> tuple[Call, frozenset[str], str]:
+    *operands, stats, road = arguments
+    return Call(*operands), frozenset(stats.split(",")), road
 
 
 @torch.library.custom_op(
     "attemper::tiles",
     mutates_args=(),
-    schema=f"({_OPERANDS}, str stats) -> ({', '.join(['Tensor'] * len(RETURNS))})",
+    schema=f"({_OPERANDS}, str stats, str road) -> ({', '.join(['Tensor'] * len(RETURNS))})",
 )
 def tiles(*arguments: Any) -> tuple[Tensor, ...]:
     """(output, *FIELDS, wide_output, gradients); what `stats` does not name is empty.
@@ -49,17 +74,16 @@ def tiles(*arguments: Any) -> tuple[Tensor, ...]:
     output that the backward operator fills in place behind autograd's back, so that the numbers reach the Reading
     without a hook, a global or a graph that is kept alive, compiled or not.
     """
-    call, stats = Call(*arguments[:OPERANDS]), frozenset(arguments[OPERANDS].split(","))
-    with plainly(call.q):
-        output, fields = forward(call, stats)
-    gradients = torch.zeros(gradient_size(call.q, stats), dtype=call.wide, device=call.q.device)
-    found = [fields[name] if name in fields else empty(call, name) for name in (*FIELDS, "wide_output")]
-    return call.q.new_empty(0) if output is None else output, *found, gradients
+    call, stats, road = _parts(arguments)
+    found = computed(call, stats, road)
+    if call.v is None:
+        found["output"] = call.q.new_empty(0)
+    return tuple(found[name] if name in found else empty(call, name) for name in RETURNS)
 
 
 @tiles.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, stats = Call(*arguments[:OPERANDS]), frozenset(arguments[OPERANDS].split(","))
+    call, stats, _ = _parts(arguments)
     wanted = available(call, stats)
     rows = call.q.shape[:-1]
     output = call.q.new_empty(0) if call.v is None else empty_output(call, call.q.dtype)
@@ -73,20 +97,21 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     "attemper::tiles_backward",
     mutates_args=(),
     schema=f"({_OPERANDS}, {', '.join(f'Tensor {name}' for name in Saved._fields)}, "
-    f"{', '.join(f'Tensor? grad_{name}' for name in Upstream._fields)}, bool bias_too) "
+    f"{', '.join(f'Tensor? grad_{name}' for name in Upstream._fields)}, bool bias_too, str road) "
     f"-> ({', '.join(['Tensor'] * len(DIFFERENTIATED))})",
 )
 def tiles_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of (q, k, v, mask, scale, sinks), empty where there is nothing to differentiate."""
-    call, rest = Call(*arguments[:OPERANDS]), arguments[OPERANDS:-1]
+    *rest, bias_too, road = arguments[OPERANDS:]
+    call = Call(*arguments[:OPERANDS])
     saved, upstream = Saved(*rest[: len(Saved._fields)]), Upstream(*rest[len(Saved._fields) :])
     with plainly(call.q):
-        return backward(call, saved, upstream, bias_too=arguments[-1])
+        return implementation(road).backward(call, saved, upstream, bias_too=bias_too)
 
 
 @tiles_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, bias_too = Call(*arguments[:OPERANDS]), arguments[-1]
+    call, bias_too = Call(*arguments[:OPERANDS]), arguments[-2]
 
     def like(x: Tensor | None) -> Tensor:
         return call.q.new_empty(0) if x is None else x.new_empty(x.shape)
@@ -97,9 +122,10 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     by_name = dict(zip(RETURNS, output, strict=True))
+    *_, stats, ctx.road = inputs
     ctx.numbers = inputs[TENSORS:OPERANDS]
     ctx.set_materialize_grads(False)
-    if "wide_output" in inputs[OPERANDS]:
+    if "wide_output" in stats:
         by_name["output"] = by_name["wide_output"]
     # Not among the saved tensors, of which checkpointing and offloading hand back copies.
     plain = functorch_level() is None and not torch.compiler.is_compiling()
@@ -111,15 +137,15 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     upstream = dict(zip(RETURNS, grads, strict=True))
     arriving = [upstream[name] for name in Upstream._fields]
     if all(grad is None for grad in arriving):
-        return (None,) * (OPERANDS + 1)
+        return (None,) * INPUTS
     needs = ctx.needs_input_grad
     saved = list(ctx.saved_tensors)
     if ctx.waiting is not None:
         saved[TENSORS + Saved._fields.index("gradients")] = ctx.waiting
     operator: Any = tiles_backward if functorch_level() is None else TransformableBackward.apply
-    found = operator(*saved[:TENSORS], *ctx.numbers, *saved[TENSORS:], *arriving, bool(needs[3]))
+    found = operator(*saved[:TENSORS], *ctx.numbers, *saved[TENSORS:], *arriving, bool(needs[3]), ctx.road)
     places = dict(zip(DIFFERENTIATED, found, strict=True))
-    return tuple(places[i] if i in places and needs[i] else None for i in range(OPERANDS + 1))
+    return tuple(places[i] if i in places and needs[i] else None for i in range(INPUTS))
 
 
 TAKES_ANY = "Pass backend='reference', which builds the queries × keys matrices and takes any derivative."

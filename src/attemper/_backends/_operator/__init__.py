@@ -1,0 +1,177 @@
+"""From a Problem to the torch operators, whatever backend computes in them, and back to an output and fields."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ... import _pytree  # noqa: F401  (registers Reading)
+from ..._arrays import torch_is_plain
+from ..._dropout import as_signed
+from ..._problem import Problem
+from ..._reading import AFTER_BACKWARD
+from ._call import COUNTS, FIELDS, Call, Road, Saved, Upstream, available, empty, empty_output, gradient_size, plainly
+from ._operators import (
+    DIFFERENTIABLE,
+    OPERANDS,
+    RETURNS,
+    TENSORS,
+    Transformable,
+    computed,
+    functorch_level,
+    implementation,
+    no_forward_mode,
+    tiles,
+    tiles_backward,
+)
+
+__all__ = [
+    "COUNTS",
+    "FIELDS",
+    "OPERANDS",
+    "RETURNS",
+    "Call",
+    "Road",
+    "Saved",
+    "Upstream",
+    "available",
+    "empty",
+    "empty_output",
+    "functorch_level",
+    "gradient_size",
+    "implementation",
+    "plainly",
+    "run_on",
+    "tiles",
+    "tiles_backward",
+]
+
+
+def run_on(
+    road: str, problem: Problem, stats: frozenset[str], *, differentiable: bool = False
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """The output and the fields of the Reading that `stats` names, with the place for what a backward pass measures.
+
+    `road` is the name of a module beside this one that has the functions of `Road`.
+    """
+    batch = problem.batch
+    call = _call_of(problem, batch)
+    alone = _is_alone(call)
+    if alone:
+        found = computed(call, stats, road)
+    else:
+        # A gradient needs the row constants of its formula, asked for or not.
+        needed = {*stats, "logsumexp", "max_logit", "largest_weight"}
+        if differentiable:
+            needed.update(("expected_score", "collision"))
+        if problem.q.dtype.itemsize == 2 and torch.is_grad_enabled() and _any_requires_grad(problem):
+            needed.add("wide_output")
+        found = dict(zip(RETURNS, _operator(problem)(*call, ",".join(sorted(needed)), road), strict=True))
+    fields: dict[str, Any] = {}
+    for name in FIELDS:
+        if name in stats and (name != "output_norm" or problem.v is not None):
+            value = _unfold(found[name], batch)
+            fields[name] = value if alone or (differentiable and name in DIFFERENTIABLE) else value.detach()
+    if not stats.isdisjoint(AFTER_BACKWARD):
+        fields["gradients"] = found["gradients"].detach()
+    return None if problem.v is None else _unfold(found["output"], batch), fields
+
+
+def _call_of(problem: Problem, batch: tuple[int, ...]) -> Call:
+    wide = torch.float64 if problem.q.dtype == torch.float64 else torch.float32
+    device = problem.q.device
+    bounds = problem.bounds
+    seed = None
+    if problem.dropout_p:
+        seed = problem.seed if isinstance(problem.seed, Tensor) else torch.tensor(as_signed(problem.seed))
+    return Call(
+        _fold(problem.q, batch),
+        _fold(problem.k, batch),
+        None if problem.v is None else _fold(problem.v, batch),
+        None if problem.mask is None else _fold_mask(problem.mask, batch),
+        None if bounds is None else _fold_rows(bounds.first, batch),
+        None if bounds is None else _fold_rows(bounds.stop, batch),
+        _per_head(problem.scale, wide, device),
+        None if problem.sinks is None else _per_head(problem.sinks, wide, device),
+        seed,
+        problem.softcap,
+        problem.dropout_p,
+        math.prod(batch),
+    )
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _is_alone(call: Call) -> bool:
+    """Whether nobody but its caller would notice the operator: no autograd, compiler, transform, mode or profiler.
+
+    Then there is no need of one, and torch takes longer to call it than a small problem takes.
+    """
+    if not torch_is_plain(torch):
+        return False
+    if forward_ad._current_level >= 0 or torch._C._autograd._profiler_enabled():  # noqa: SLF001
+        return False
+    tensors: list[Any] = [x for x in call[:TENSORS] if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return _PLAIN.issuperset(map(type, tensors))
+
+
+def _operator(problem: Problem) -> Any:
+    """The operator, in the form that the transforms around this call can see through."""
+    if torch.compiler.is_compiling():
+        return tiles
+    operands = (problem.q, problem.k, problem.v, problem.mask, problem.scale, problem.sinks)
+    if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in operands):  # noqa: SLF001
+        raise no_forward_mode()
+    return tiles if functorch_level() is None else Transformable.apply
+
+
+def _any_requires_grad(problem: Problem) -> bool:
+    operands = (problem.q, problem.k, problem.v, problem.mask, problem.scale, problem.sinks)
+    return any(isinstance(x, Tensor) and x.requires_grad for x in operands)
+
+
+def _has_tangent(x: Any) -> bool:
+    if not isinstance(x, Tensor):
+        return False
+    functorch = torch._C._functorch  # noqa: SLF001
+    while functorch.is_batchedtensor(x):  # vmap's own layer cannot be asked
+        x = functorch.get_unwrapped(x)
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def _fold(x: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """One batch axis instead of none or several."""
+    return x if len(batch) == 1 else x.reshape(math.prod(batch), *x.shape[len(batch) :])
+
+
+def _unfold(x: Tensor, batch: tuple[int, ...]) -> Tensor:
+    return x if len(batch) == 1 else x.reshape(*batch, *x.shape[1:])
+
+
+def _fold_rows(x: Tensor, batch: tuple[int, ...]) -> Tensor:
+    return x.unsqueeze(0) if x.dim() == 1 else _fold(x.expand(*batch, x.shape[-1]), batch)
+
+
+def _fold_mask(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """A mask shared by all entries stays shared; one that is shared along some of several batch axes is spread out."""
+    own = mask.shape[: len(batch)]
+    if all(n == 1 for n in own):
+        return mask.reshape(1, *mask.shape[len(batch) :])
+    return _fold(mask.expand(*batch, *mask.shape[len(batch) :]), batch)
+
+
+def _per_head(x: Any, wide: torch.dtype, device: torch.device) -> Tensor:
+    """(1, heads), or (1, 1) for one number."""
+    if isinstance(x, Tensor):
+        return x.to(wide).reshape(1, -1)
+    if torch.compiler.is_compiling() or not -1e38 < x < 1e38:
+        # torch.full would have the number baked into a compiled graph, and refuse one that overflows.
+        return torch.ones((1, 1), dtype=wide, device=device).mul(x)
+    return torch.full((1, 1), x, dtype=wide, device=device)

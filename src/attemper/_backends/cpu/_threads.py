@@ -1,0 +1,104 @@
+"""Who runs a kernel: torch's own OpenMP threads where torch is there, threads of our own elsewhere.
+
+After an operation torch's workers spin for some milliseconds in wait of the next. Other threads would have to share the
+cores with them; so inside a model the fastest threads are those workers themselves, and they are awake. Any number of
+workers may turn up, also one alone (inside a parallel region of somebody else): they take tasks from a counter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_forked = False
+
+
+def _in_child() -> None:
+    # Neither OpenMP's threads nor ours are there after a fork, and OpenMP would wait for them for ever.
+    global _forked  # noqa: PLW0603
+    _forked = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def threads() -> int:
+    """How many threads a large call uses: torch's number; else ATTEMPER_NUM_THREADS, OMP_NUM_THREADS, or the cores."""
+    if _forked:
+        return 1
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return int(torch.get_num_threads())
+    return _threads_without_torch()
+
+
+@cache
+def _threads_without_torch() -> int:
+    for name in ("ATTEMPER_NUM_THREADS", "OMP_NUM_THREADS"):
+        given = os.environ.get(name, "").partition(",")[0].strip()
+        if given.isdecimal() and int(given) > 0:
+            return int(given)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+_Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _callable(kernel: int) -> Callable[[int], None]:
+    return _Kernel(kernel)
+
+
+def run(kernel: int, sheet: int, workers: int) -> None:
+    """Run the kernel at one address on the sheet at another; returns when all tasks are done."""
+    if workers == 1:
+        _callable(kernel)(sheet)
+        return
+    parallel = _torch_parallel() if "torch" in sys.modules else None
+    if parallel is not None:
+        parallel(kernel, sheet, workers, 0)
+        return
+    others = [_pool(workers).submit(_callable(kernel), sheet) for _ in range(workers - 1)]
+    _callable(kernel)(sheet)
+    for other in others:
+        # A worker that has not started by now has nothing to do.
+        if not other.cancel():
+            other.result()
+
+
+@cache
+def _pool(workers: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(workers - 1, thread_name_prefix="attemper")
+
+
+@cache
+def _torch_parallel() -> Any:
+    """GOMP_parallel of the OpenMP library that torch computes with; None where it has another."""
+    torch = sys.modules["torch"]
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        # A symbol is looked for in the library and in those that it was linked with.
+        parallel = ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return None
+    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return parallel
+
+
+def runner() -> str:
+    """Whose threads they are, in words."""
+    if _forked:
+        return "one thread, after a fork"
+    if "torch" in sys.modules and _torch_parallel() is not None:
+        return "torch's OpenMP threads"
+    return "threads of its own"

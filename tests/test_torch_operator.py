@@ -1,0 +1,192 @@
+"""One operator for every road: it finds its implementation by name, and is there for all who look for it."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attemper import attend, watch
+from attemper._backends import _operator
+from attemper._backends import torch as tiled
+from attemper._backends._operator import _operators, run_on
+from attemper._problem import pose
+from attemper._reading import choose
+
+
+@pytest.fixture
+def road(monkeypatch):
+    """The name of a road that counts how often each way is taken."""
+    module = ModuleType("attemper._backends.counted")
+    module.taken = []
+
+    def forward(call, stats):
+        module.taken.append("forward")
+        return tiled.forward(call, stats)
+
+    def backward(call, saved, upstream, *, bias_too):
+        module.taken.append("backward")
+        return tiled.backward(call, saved, upstream, bias_too=bias_too)
+
+    module.forward, module.backward = forward, backward
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield module
+    _operators.implementation.cache_clear()
+
+
+def operands(*, gradients=False, shape=(2, 3, 5, 4), dtype=torch.float32):
+    torch.manual_seed(0)
+    return [torch.randn(shape).to(dtype).requires_grad_(gradients) for _ in range(3)]
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that are called inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+# --- roads ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_road_is_found_by_its_name(road, gradients):
+    q, k, v = operands(gradients=gradients)
+    output, fields = run_on("counted", pose(q, k, v, is_causal=True), choose("all"))
+    assert road.taken == ["forward"]
+    assert torch.equal(output, attend(q, k, v, is_causal=True).output)
+    assert set(fields) == {*_operator.FIELDS, "gradients"}
+    if gradients:
+        output.sum().backward()
+        assert road.taken == ["forward", "backward"]
+
+
+def test_under_transforms(road):
+    q, k, v = operands()
+
+    def loss(q, k, v):
+        return run_on("counted", pose(q, k, v), frozenset())[0].square().sum()
+
+    torch.vmap(torch.func.grad(loss))(q, k, v)
+    assert road.taken == ["forward", "backward"]
+
+
+def test_compiled(road):
+    def loss(q, k, v):
+        return run_on("counted", pose(q, k, v), frozenset())[0].square().sum()
+
+    torch.compile(loss, backend="aot_eager", fullgraph=True)(*operands(gradients=True)).backward()
+    assert road.taken == ["forward", "backward"]
+
+
+def test_a_watched_call_is_read_on_its_own_road(road):
+    class Layer(nn.Module):
+        def forward(self, q, k, v):
+            return run_on("counted", pose(q, k, v, is_causal=True), frozenset())[0]
+
+    q, k, v = operands(gradients=True)
+    layer = Layer()
+    with watch(layer) as monitor:
+        layer(q, k, v).sum().backward()
+    assert monitor
+    # The call and the Reading beside it; then its gradients, and those that measure how they flow.
+    assert sorted(road.taken) == ["backward"] * 2 + ["forward"] * 3
+
+
+def test_an_unknown_road():
+    with pytest.raises(ModuleNotFoundError, match="nowhere"):
+        run_on("nowhere", pose(*operands()), frozenset())
+
+
+# --- without the operator ---------------------------------------------------------------------------------------------
+
+CALLS = {
+    "plain": {},
+    "none": {"stats": "none"},
+    "one": {"stats": "entropy"},
+    "after backward": {"stats": ("pressure", "output_norm")},
+    "causal": {"is_causal": True, "softcap": 2.0},
+    "bias": {"attn_mask": torch.randn(5, 5)},
+    "lengths": {"key_lengths": [0, 3], "sinks": torch.randn(3)},
+    "dropout": {"dropout_p": 0.4, "seed": 3},
+    "overflow": {"scale": 1e300},
+    "differentiable": {"differentiable": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(5, 4), (3, 5, 4), (2, 3, 5, 4), (2, 2, 3, 5, 4)])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_nobody_sees_is_the_same(name, shape, dtype):
+    options = {**CALLS[name]}
+    if len(shape) < 4:
+        options.pop("key_lengths", None)
+    if len(shape) < 3:
+        options.pop("sinks", None)
+    if len(shape) == 5:
+        options["key_lengths"] = torch.tensor([[0, 3], [5, 1]])
+    given = operands(shape=shape, dtype=dtype)
+    got = attend(*given, **options)
+    with Seen() as seen:
+        wanted = attend(*given, **options)
+    assert seen.names.count("attemper::tiles") == 1
+    (one, its), (two, other) = pytree.tree_flatten(got), pytree.tree_flatten(wanted)
+    assert its == other
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        assert a.stride() == b.stride()
+        assert not a.requires_grad
+
+
+def test_whoever_looks_sees_the_operator(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_operator, "tiles", lambda *arguments: calls.append(None) or _operators.tiles(*arguments))
+    q, k, v = operands()
+
+    def seen(*given, **options):
+        calls.clear()
+        attend(*given, **options)
+        return bool(calls)
+
+    assert not seen(q, k, v)
+    assert not seen(q, k, v, scale=torch.tensor(0.5), sinks=torch.zeros(3))
+    assert seen(q, k, v.requires_grad_())
+    with torch.no_grad():
+        assert not seen(q, k, v)
+    v = v.detach()
+    for name, values in {"scale": torch.rand(3), "sinks": torch.rand(3), "attn_mask": torch.rand(5, 5)}.items():
+        assert seen(q, k, v, **{name: values.requires_grad_()})
+    with Seen():
+        assert seen(q, k, v)
+    with torch.overrides.BaseTorchFunctionMode():
+        assert seen(q, k, v)
+    with forward_ad.dual_level():
+        assert seen(q, k, v)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        assert seen(q, k, v)
+    assert "attemper::tiles" in {event.name for event in profiled.events()}
+
+    class Own(torch.Tensor):
+        pass
+
+    assert seen(q.as_subclass(Own), k, v)
+    assert not seen(q, nn.Parameter(k, requires_grad=False), v)
+
+
+def test_autocast_stays_outside():
+    q, k, v = operands()
+    wanted = attend(*(x.bfloat16() for x in (q, k, v)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = attend(q, k, v)
+    assert torch.equal(got.output, wanted.output)
+    assert torch.equal(got.reading.logsumexp, wanted.reading.logsumexp)
