@@ -24,7 +24,7 @@ def on_progress(listener: Progress | None) -> Progress:
     >>> before = on_progress(lambda stage, done, total: None)
     >>> _ = on_progress(before)
     """
-    global _listener  # noqa: PLW0603
+    global _listener
     before, _listener = _listener, silent if listener is None else listener
     return before
 

@@ -15,8 +15,8 @@ from ._reading import LEAVES, Reading
 
 def _flatten(reading: Reading) -> tuple[list[Any], tuple[Any, ...]]:
     # vmap takes tensors only, so what was not measured is no leaf.
-    names = tuple(name for name in LEAVES if reading.__dict__.get(name) is not None)
-    return [reading.__dict__[name] for name in names], (reading.backend, reading.rows, reading.awaited, names)
+    names = tuple(name for name in LEAVES if getattr(reading, name, None) is not None)
+    return [getattr(reading, name) for name in names], (reading.backend, reading.rows, reading.awaited, names)
 
 
 def _unflatten(leaves: Iterable[Any], context: tuple[Any, ...]) -> Reading:

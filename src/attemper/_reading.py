@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,63 @@ class _AfterBackward:
         reading.__dict__[self.name] = value
 
 
+class _Measured:
+    """A field that a backend fills: as given, or cut out, when it is first asked for, of what a backend kept together.
+
+    Not a data descriptor: a value in the instance's __dict__ comes first, and then this costs nothing.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, reading: Reading | None, owner: type) -> Array | None:
+        if reading is None:
+            return None  # the default of the dataclass field
+        together: Together = reading.__dict__["_together"]
+        value = reading.__dict__[self.name] = together.part(self.name)
+        return value
+
+
+class Together(NamedTuple):
+    """All fields of a Reading in one piece of memory: twelve rows of floating numbers behind two of whole ones."""
+
+    memory: Array
+    """Words of 64 bits."""
+    shape: tuple[int, ...]
+    wide: Any
+    """The dtype of the floating numbers."""
+    values: bool
+    """Whether there were any: without them an output has no norm."""
+
+    def part(self, name: str) -> Array | None:
+        if name == "output_norm" and not self.values:
+            return None
+        size = math.prod(self.shape)
+        if name in WHOLE:
+            start = WHOLE.index(name) * size
+            return self.memory[start : start + size].reshape(self.shape)
+        start = FLOATING.index(name) * size
+        return self.memory[2 * size :].view(self.wide)[start : start + size].reshape(self.shape)
+
+
+WHOLE = ("visible_keys", "nonfinite")
+FLOATING = (
+    "max_logit",
+    "logsumexp",
+    "expected_score",
+    "entropy",
+    "largest_weight",
+    "collision",
+    "score_mean",
+    "score_std",
+    "max_qk",
+    "first_key_weight",
+    "sink_mass",
+    "output_norm",
+)
+"""In the order in which `Together` has them."""
+
+
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Reading:
     """What happened inside the softmax, per (*batch, head, query).
@@ -58,33 +116,33 @@ class Reading:
 
     backend: str
     """The backend that ran."""
-    max_logit: Array | None = None
+    max_logit: Array | None = _Measured()
     """The largest score."""
-    logsumexp: Array | None = None
+    logsumexp: Array | None = _Measured()
     """ln Σ eˢ: the log of the softmax's denominator, in nats."""
-    expected_score: Array | None = None
+    expected_score: Array | None = _Measured()
     """Σ p·s: the score a weight falls on."""
-    entropy: Array | None = None
+    entropy: Array | None = _Measured()
     """−Σ p ln p, between 0 (one key takes all) and ln visible_keys (all alike)."""
-    largest_weight: Array | None = None
+    largest_weight: Array | None = _Measured()
     """max p."""
-    collision: Array | None = None
+    collision: Array | None = _Measured()
     """Σ p²: the chance that two draws from the weights meet."""
-    score_mean: Array | None = None
+    score_mean: Array | None = _Measured()
     """The mean of the scores of the visible keys."""
-    score_std: Array | None = None
+    score_std: Array | None = _Measured()
     """Their standard deviation (over the population: divided by visible_keys)."""
-    visible_keys: Array | None = None
+    visible_keys: Array | None = _Measured()
     """How many keys the row sees."""
-    max_qk: Array | None = None
+    max_qk: Array | None = _Measured()
     """The largest scaled q·k, before softcap and bias: what QK-clip needs."""
-    first_key_weight: Array | None = None
+    first_key_weight: Array | None = _Measured()
     """The weight on the first visible key: the usual attention sink."""
-    sink_mass: Array | None = None
+    sink_mass: Array | None = _Measured()
     """The weight that `sinks` took."""
-    output_norm: Array | None = None
+    output_norm: Array | None = _Measured()
     """The Euclidean norm of the output row; None from `read`, which has no values."""
-    nonfinite: Array | None = None
+    nonfinite: Array | None = _Measured()
     """1 where a visible score or the output is not finite, else 0."""
     gradient_flow: Array | None = _AfterBackward(0)
     """Var_p[dP] / Var[dP]: the share of the upstream gradient that passes the softmax. After a backward pass."""
@@ -175,6 +233,16 @@ def reading_of(measured: dict[str, Array], *, backend: str, rows: tuple[int, ...
     # Without the constructor, which sets twenty frozen fields one by one: as long as all else around a small call.
     reading = object.__new__(Reading)
     vars(reading).update(_BLANK, **measured, backend=backend, rows=rows, awaited=awaited)
+    return reading
+
+
+_UNFILLED = {name: None for name in _BLANK if name not in (*WHOLE, *FLOATING)}
+
+
+def reading_together(together: Together, *, backend: str, awaited: tuple[str, ...]) -> Reading:
+    """The Reading of a call whose fields are in one piece of memory."""
+    reading = object.__new__(Reading)
+    vars(reading).update(_UNFILLED, _together=together, backend=backend, rows=together.shape, awaited=awaited)
     return reading
 
 

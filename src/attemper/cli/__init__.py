@@ -1,6 +1,7 @@
 """The command `attemper`: data on standard output, everything said about it on standard error.
 
-Exit status 0, or 1 when a finding reaches --fail-on, or 2 for usage and errors, or 130 when interrupted.
+Exit status 0, or 1 when a finding reaches --fail-on or a self-test fails, or 2 for usage and errors, or 130 when
+interrupted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from .._errors import AttemperError
-from . import _check, _lab, _trace
+from . import _bench, _check, _doctor, _lab, _trace
 from ._shared import INTERRUPTED, OK, USAGE, say
 
 
@@ -74,7 +75,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"attemper {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (_check, _lab, _trace):
+    for command in (_check, _lab, _trace, _doctor, _bench):
         command.add_parser(commands)
     for parser_of_command in commands.choices.values():
         parser_of_command.add_argument("--traceback", action="store_true", help="show where an error came from")

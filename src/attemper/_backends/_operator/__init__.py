@@ -39,6 +39,7 @@ __all__ = [
     "Saved",
     "Upstream",
     "available",
+    "call_of",
     "empty",
     "empty_output",
     "functorch_level",
@@ -59,10 +60,10 @@ def run_on(
     `road` is the name of a module beside this one that has the functions of `Road`.
     """
     batch = problem.batch
-    call = _call_of(problem, batch)
+    call = call_of(problem, batch)
     alone = _is_alone(call)
     if alone:
-        found = computed(call, stats, road)
+        found = computed(call, stats, road, apart=False)
     else:
         # A gradient needs the row constants of its formula, asked for or not.
         needed = {*stats, "logsumexp", "max_logit", "largest_weight"}
@@ -81,7 +82,8 @@ def run_on(
     return None if problem.v is None else _unfold(found["output"], batch), fields
 
 
-def _call_of(problem: Problem, batch: tuple[int, ...]) -> Call:
+def call_of(problem: Problem, batch: tuple[int, ...]) -> Call:
+    """A Problem as the operators take it."""
     wide = torch.float64 if problem.q.dtype == torch.float64 else torch.float32
     device = problem.q.device
     bounds = problem.bounds

@@ -81,10 +81,11 @@ class Upstream(NamedTuple):
 class Road(Protocol):
     """How a call is computed: a module beside this one, known to the operators by its name alone."""
 
-    def forward(self, call: Call, stats: frozenset[str]) -> tuple[Tensor | None, dict[str, Tensor]]:
+    def forward(self, call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
         """The output, made by `empty_output`, and the `available` fields, each (batch, heads, queries).
 
-        With values and "wide_output" among the stats, that one too.
+        With values and "wide_output" among the stats, that one too. `apart`: each in memory of its own, as an operator
+        has to return them.
         """
 
     def backward(self, call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:

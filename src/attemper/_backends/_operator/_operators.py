@@ -45,10 +45,10 @@ def implementation(road: str) -> Road:
     return cast(Road, import_module(f"..{road}", __package__))
 
 
-def computed(call: Call, stats: frozenset[str], road: str) -> dict[str, Tensor]:
+def computed(call: Call, stats: frozenset[str], road: str, *, apart: bool) -> dict[str, Tensor]:
     """The output and what `stats` names, with the place for what a backward pass measures: those of RETURNS."""
     with plainly(call.q):
-        output, found = implementation(road).forward(call, stats)
+        output, found = implementation(road).forward(call, stats, apart=apart)
     if output is not None:
         found["output"] = output
     waiting = gradient_size(call.q, stats)
@@ -75,7 +75,7 @@ def tiles(*arguments: Any) -> tuple[Tensor, ...]:
     without a hook, a global or a graph that is kept alive, compiled or not.
     """
     call, stats, road = _parts(arguments)
-    found = computed(call, stats, road)
+    found = computed(call, stats, road, apart=True)
     if call.v is None:
         found["output"] = call.q.new_empty(0)
     return tuple(found[name] if name in found else empty(call, name) for name in RETURNS)

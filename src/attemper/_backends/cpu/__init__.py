@@ -13,6 +13,7 @@ Numba and LLVM are imported when a kernel is first compiled.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,6 +30,7 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+@cache
 def available() -> bool:
     """Whether Numba is installed."""
     return find_spec("numba") is not None
@@ -45,11 +47,11 @@ def run(problem: Problem, stats: frozenset[str], **options: Any) -> tuple[Array 
     return run_arrays(problem, stats)
 
 
-def forward(call: Any, stats: frozenset[str]) -> Any:
+def forward(call: Any, stats: frozenset[str], *, apart: bool) -> Any:
     """The same for torch's operator."""
     from ._torch import forward
 
-    return forward(call, stats)
+    return forward(call, stats, apart=apart)
 
 
 def backward(call: Any, saved: Any, upstream: Any, *, bias_too: bool) -> Any:
@@ -57,6 +59,13 @@ def backward(call: Any, saved: Any, upstream: Any, *, bias_too: bool) -> Any:
     from ._torch import backward
 
     return backward(call, saved, upstream, bias_too=bias_too)
+
+
+def again(problem: Problem, stats: frozenset[str]) -> Any:
+    """How to repeat a call; None for one that is not so simple."""
+    from ._again import again
+
+    return again(problem, stats)
 
 
 def describe() -> dict[str, Any]:

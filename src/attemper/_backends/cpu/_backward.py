@@ -95,7 +95,7 @@ class Room(NamedTuple):
     keys: Any
     values: Any
     state: int
-    index: int
+    indices: int
     corner: Any
     addresses: Any
     to_k: Any
@@ -115,7 +115,7 @@ class Panel(NamedTuple):
     rows: Any
     grad_rows: Any
     state: Any
-    index: Any
+    bounds: Any
 
 
 @kernel
@@ -134,7 +134,7 @@ def room_at(scratch: int, deep: int, value_deep: int, keys: int, like: Any) -> A
     state = values + KEY_TILE * value_deep * number
     index = state + PANELS * BACKWARD_PARTS * whole * number
     corner = index + PANELS * INDEX_PARTS * whole * number
-    to_k = corner + step * step * number
+    to_k = corner + step * max(step, KEYS_AT_ONCE) * number
     to_v = to_k + keys * deep * number
     return Room(
         turned=scratch,
@@ -149,7 +149,7 @@ def room_at(scratch: int, deep: int, value_deep: int, keys: int, like: Any) -> A
         keys=pointer_as(like, own_keys),
         values=pointer_as(like, values),
         state=state,
-        index=index,
+        indices=index,
         corner=pointer_as(like, corner),
         addresses=pointer(to_v + keys * value_deep * number, int64),
         to_k=pointer_as(like, to_k),
@@ -175,7 +175,7 @@ def panel_at(room: Any, begin: int, rows: int, p: int, deep: int, value_deep: in
         rows=pointer_as(like, room.rows + p * whole * deep * number),
         grad_rows=pointer_as(like, room.grad_rows + p * whole * value_deep * number),
         state=pointer_as(like, room.state + p * BACKWARD_PARTS * whole * number),
-        index=as_indices(pointer_as(like, room.index + p * INDEX_PARTS * whole * number)),
+        bounds=as_indices(pointer_as(like, room.indices + p * INDEX_PARTS * whole * number)),
     )
 
 
@@ -377,7 +377,7 @@ def visit_back(
     v_stride: int, to_k: Any, to_k_stride: int, to_v: Any, to_v_stride: int,
 ) -> None:  # fmt: skip
     """What flows back through the keys of one tile."""
-    width, state, index, scores, grads = panel.width, panel.state, panel.index, room.scores, room.grads
+    width, state, index, scores, grads = panel.width, panel.state, panel.bounds, room.scores, room.grads
     depth, value_depth = d[slot.DEPTH], d[slot.VALUE_DEPTH]
     first, last, clear, clear_stop = seen_of(panel, tile, stop)
     if first >= last:
@@ -648,7 +648,7 @@ def backward_unit(d: Any, f: Any, scratch: int, batch: int, kv_head: int, split:
     # 0 · x is 0 unless x is not finite.
     store(room.corner, 0, checked)
     for i in range(step):
-        if not room.corner[i] == 0:
+        if room.corner[i] != 0:
             count_up(d, slot.SUSPECTS)
 
 

@@ -19,7 +19,7 @@ from ._tile import finalise_one, item_size, number_at, row_key, to_bfloat, to_ha
 
 
 @kernel
-def score_of(d: Any, f: Any, q_row: int, k_row: int, scale: float) -> float:
+def score_of(d: Any, q_row: int, k_row: int, scale: float) -> float:
     """The scaled q·k of one pair."""
     item = item_size(d[slot.KIND])
     total = 0.0
@@ -76,7 +76,7 @@ def careful_row(d: Any, f: Any, row: int, scratch: int) -> None:
                 added = number_at(place, d[slot.MASK_KIND])
             if added == -np.inf:
                 continue
-        qk = score_of(d, f, q_row, k_base + key * d[slot.K_ROW] * item, scale)
+        qk = score_of(d, q_row, k_base + key * d[slot.K_ROW] * item, scale)
         score = softcap * np.tanh(qk / softcap) if softcap > 0 else qk
         score += added
         # A comparison with NaN is false: once it is the maximum, it stays.

@@ -7,6 +7,7 @@ one that calls it. Here they are parts, which are only linked into each other; L
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -33,7 +34,7 @@ def _part_of(library_class: Any) -> Any:
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
-class _LowerPart(NativeLowering):
+class _LowerPart(NativeLowering):  # type: ignore[misc]
     _name = "attemper_lower_part"
 
     def run_pass(self, state: Any) -> bool:
@@ -42,13 +43,14 @@ class _LowerPart(NativeLowering):
         state.flags.no_compile = True
         super().run_pass(state)
         # Numba tells functions apart by the entry of their machine code, a built-in function: any that is its own.
-        entry = [].append
+        own: list[None] = []
+        entry = own.append
         state.targetctx.insert_user_function(entry, state["cr"].fndesc, [state.library])
         state["cr"] = state["cr"]._replace(cfunc=entry)
         return True
 
 
-class _PartCompiler(CompilerBase):
+class _PartCompiler(CompilerBase):  # type: ignore[misc]
     def define_pipelines(self) -> Any:
         pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
         pipeline.passes = [(_LowerPart if step is NativeLowering else step, why) for step, why in pipeline.passes]
@@ -56,8 +58,11 @@ class _PartCompiler(CompilerBase):
         return [pipeline]
 
 
-kernel = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler)
-"""The decorator of every function in a kernel. They take and return no Python objects and cannot raise."""
+def kernel(function: Callable[..., Any]) -> Any:
+    """The decorator of every function in a kernel. They take and return no Python objects and cannot raise."""
+    return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler)(
+        function
+    )
 
 
 def object_code(function: Any) -> bytes:
@@ -90,4 +95,5 @@ def object_code(function: Any) -> bytes:
     missing = [f.name for f in module.functions if f.is_declaration and re.match(r"(_ZN|numba|NRT|Py|_Py)", f.name)]
     if missing:
         raise AssertionError(f"the kernel needs Python: {missing}")
-    return machine.emit_object(module)
+    code: bytes = machine.emit_object(module)
+    return code

@@ -17,6 +17,7 @@ from ._simd import (
     by_kind,
     count_up,
     exp2,
+    first_lane,
     fma,
     lanes,
     load,
@@ -27,6 +28,7 @@ from ._simd import (
     per_cell,
     pointer,
     pointer_as,
+    spread,
     spread_as,
     sqrt,
     store,
@@ -34,21 +36,25 @@ from ._simd import (
     to_floating,
     where,
 )
-from ._target import COLUMNS, KEY_TILE, PANELS, target
 from ._slots import (
-    F32,
-    F64,
+    CLEAR,
+    CLEAR_STOP,
     COUNT,
     DRAW_HIGH,
     DRAW_LOW,
+    F32,
+    F64,
     FACTOR,
     FIRST_SCORE,
     FIRSTS,
     HIGHEST_QK,
     INDEX_PARTS,
     KEEP,
+    LEAST,
+    LIMITS,
     MAXIMUM,
     MEAN,
+    MOST,
     PARTS,
     REFERENCE,
     SPREAD,
@@ -63,8 +69,10 @@ from ._slots import (
     TOTAL,
     UNIT,
 )
+from ._target import COLUMNS, KEY_TILE, PANELS, target
 from ._tile import (
     KEYS_AT_ONCE,
+    as_kind,
     dress,
     drop,
     find_rows,
@@ -77,6 +85,8 @@ from ._tile import (
     pack_turned,
     row_key,
     scores_of,
+    thin_scores,
+    thin_values,
     values_of,
     write_turned,
 )
@@ -206,9 +216,10 @@ class Room(NamedTuple):
     keys: Any
     values: Any
     state: int
-    index: int
+    indices: int
     corner: Any
     addresses: Any
+    thin: Any
 
 
 class Panel(NamedTuple):
@@ -221,7 +232,7 @@ class Panel(NamedTuple):
     turned: Any
     out: Any
     state: Any
-    index: Any
+    bounds: Any
 
 
 @kernel
@@ -240,7 +251,7 @@ def room_at(scratch: int, depth: int, value_depth: int, like: Any, cells: Any) -
     state = values + KEY_TILE * value_deep * number
     index = state + PANELS * PARTS * whole * number
     corner = index + PANELS * INDEX_PARTS * whole * number
-    addresses = corner + step * step * number
+    addresses = corner + step * max(step, KEYS_AT_ONCE) * number
     return Room(
         turned=scratch,
         out=out,
@@ -251,9 +262,10 @@ def room_at(scratch: int, depth: int, value_depth: int, like: Any, cells: Any) -
         keys=pointer_as(cells, keys),
         values=pointer_as(cells, values),
         state=state,
-        index=index,
+        indices=index,
         corner=pointer_as(like, corner),
         addresses=pointer(addresses, int64),
+        thin=pointer_as(like, addresses + 8 * whole),
     )
 
 
@@ -274,14 +286,14 @@ def panel_at(room: Any, begin: int, rows: int, p: int, depth: int, value_depth: 
         turned=pointer_as(cells, room.turned + p * whole * deep * number),
         out=pointer_as(like, room.out + p * whole * value_deep * number),
         state=pointer_as(like, room.state + p * PARTS * whole * number),
-        index=as_indices(pointer_as(like, room.index + p * INDEX_PARTS * whole * number)),
+        bounds=as_indices(pointer_as(like, room.indices + p * INDEX_PARTS * whole * number)),
     )
 
 
 @kernel
 def open_panel(d: Any, room: Any, panel: Any, batch: int, head: int, like: Any) -> tuple[int, int]:
-    """Lay out the rows of a panel: what they see, how they are scaled, q turned round. The keys that any of them sees."""
-    step, width, state, index = lanes(like), panel.width, panel.state, panel.index
+    """Lay out the rows of a panel: what they see, how they are scaled, q turned round. The keys that any one sees."""
+    step, width, state, index = lanes(like), panel.width, panel.state, panel.bounds
     queries, keys, item = d[slot.QUERIES], d[slot.KEYS], item_size(d[slot.KIND])
     for part in range(PARTS):
         value = 0.0
@@ -292,10 +304,9 @@ def open_panel(d: Any, room: Any, panel: Any, batch: int, head: int, like: Any) 
         for left in range(0, width, step):
             store(state, part * width + left, spread_as(like, value))
     scales, powers = pointer(d[slot.SCALE], float64), pointer(d[slot.POWER], float64)
-    low, high = keys, 0
+    low, high, clear, clear_stop = keys, 0, 0, keys
+    own_head, query = head + panel.begin // queries, panel.begin % queries
     for i in range(width):
-        row = panel.begin + min(i, panel.n - 1)
-        own_head, query = head + row // queries, row % queries
         place = batch * d[slot.SCALE_BATCH] + own_head * d[slot.SCALE_HEAD]
         scale = scales[place]
         state[FACTOR * width + i] = (1.0 if d[slot.GENERAL] else scale) / LN2
@@ -309,6 +320,7 @@ def open_panel(d: Any, room: Any, panel: Any, batch: int, head: int, like: Any) 
             first, stop = keys, 0
         else:
             low, high = min(low, first), max(high, stop)
+        clear, clear_stop = max(clear, first), min(clear_stop, stop)
         index[FIRSTS * width + i] = first
         index[STOPS * width + i] = stop
         if d[slot.THRESHOLD] != 0:
@@ -316,6 +328,12 @@ def open_panel(d: Any, room: Any, panel: Any, batch: int, head: int, like: Any) 
             key = row_key(d[slot.SEED], number)
             index[DRAW_LOW * width + i] = int64(key & uint64(0xFFFFFFFF))
             index[DRAW_HIGH * width + i] = int64(key >> uint64(32))
+        if i < panel.n - 1:
+            query += 1
+            if query == queries:
+                own_head, query = own_head + 1, 0
+    limits = at(index, LIMITS * width)
+    limits[LEAST], limits[MOST], limits[CLEAR], limits[CLEAR_STOP] = low, high, clear, clear_stop
     base = d[slot.Q] + (batch * d[slot.Q_BATCH] + head * d[slot.Q_HEAD]) * item
     find_rows(room.addresses, base, panel.begin, panel.n, width, queries, d[slot.Q_HEAD], d[slot.Q_ROW], item)
     cells = panel.turned
@@ -353,13 +371,9 @@ def tile_counts(state: Any, index: Any, width: int, first: int, stop: int) -> No
 @kernel
 def seen_of(panel: Any, tile: int, stop: int) -> tuple[int, int, int, int]:
     """Of the keys of a tile: from where to where any row sees one, and from where to where all rows see all."""
-    index, width = panel.index, panel.width
-    first, last, clear, clear_stop = stop, tile, tile, stop
-    for i in range(panel.n):
-        low, high = int64(index[FIRSTS * width + i]), int64(index[STOPS * width + i])
-        first, last = min(first, max(low, tile)), max(last, min(high, stop))
-        clear, clear_stop = max(clear, low), min(clear_stop, high)
-    return first, last, clear, clear_stop
+    limits = at(panel.bounds, LIMITS * panel.width)
+    first, last = max(int64(limits[LEAST]), tile), min(int64(limits[MOST]), stop)
+    return first, last, max(int64(limits[CLEAR]), tile), min(int64(limits[CLEAR_STOP]), stop)
 
 
 @kernel
@@ -372,16 +386,165 @@ def lay_mask(d: Any, room: Any, panel: Any, batch: int, head: int, first: int, l
     pack_mask(room.bias, width, room.corner, rows, n, kind, key_stride, first, last - first)
 
 
+def thin_rows_of(d: Any, room: Any, panel: Any, k: Any, k_stride: int, first: int, last: int, tile: int) -> None:
+    """The scores of a panel of few rows."""
+
+
+@by_kind(thin_rows_of)
+def _thin_rows_of(d: Any, room: Any, panel: Any, k: Any, k_stride: Any, first: Any, last: Any, tile: Any) -> Any:
+    if k.dtype == types.uint32:
+        # Never so: pairs are not used for few rows.
+        return lambda d, room, panel, k, k_stride, first, last, tile: None
+
+    def rows(d: Any, room: Any, panel: Any, k: Any, k_stride: int, first: int, last: int, tile: int) -> None:
+        step = lanes(k)
+        deep = (d[slot.DEPTH] + step - 1) // step * step
+        for j in range(first, last, step):
+            own, present = at(k, (j - tile) * k_stride), min(step, last - j)
+            for r in range(panel.n):
+                thin_scores(at(room.thin, r * deep), own, k_stride, deep, present, room.corner, room.corner)
+                for i in range(step):
+                    room.scores[(j - first + i) * panel.width + r] = room.corner[i]
+
+    return rows
+
+
+def thin_values_of(d: Any, room: Any, panel: Any, v: Any, v_stride: int, first: int, last: int, tile: int) -> None:
+    """The output of a panel of few rows."""
+
+
+@by_kind(thin_values_of)
+def _thin_values_of(d: Any, room: Any, panel: Any, v: Any, v_stride: Any, first: Any, last: Any, tile: Any) -> Any:
+    if v.dtype == types.uint32:
+        return lambda d, room, panel, v, v_stride, first, last, tile: None
+
+    def rows(d: Any, room: Any, panel: Any, v: Any, v_stride: int, first: int, last: int, tile: int) -> None:
+        step = lanes(v)
+        deep = (d[slot.VALUE_DEPTH] + step - 1) // step * step
+        own = at(v, (first - tile) * v_stride)
+        for r in range(panel.n):
+            keep = panel.state[KEEP * panel.width + r]
+            thin_values(
+                at(room.weights, r),
+                panel.width,
+                own,
+                v_stride,
+                last - first,
+                deep,
+                at(panel.out, r),
+                panel.width,
+                keep,
+                room.corner,
+            )
+
+    return rows
+
+
+def visit_thin(
+    d: Any, room: Any, panel: Any, tile: int, stop: int, k: Any, k_stride: int, v: Any, v_stride: int
+) -> None:
+    """`visit` for few rows that only bounds hide keys from: each by itself, with keys in the lanes."""
+
+
+@by_kind(visit_thin)
+def _visit_thin(
+    d: Any, room: Any, panel: Any, tile: Any, stop: Any, k: Any, k_stride: Any, v: Any, v_stride: Any
+) -> Any:
+    if k.dtype == types.uint32:
+        # Never so: pairs are not used for few rows.
+        return lambda d, room, panel, tile, stop, k, k_stride, v, v_stride: None
+
+    def each_row(
+        d: Any, room: Any, panel: Any, tile: int, stop: int, k: Any, k_stride: int, v: Any, v_stride: int
+    ) -> None:
+        state, width, step, scores = panel.state, panel.width, lanes(k), room.scores
+        deep = (d[slot.DEPTH] + step - 1) // step * step
+        value_deep = (max(d[slot.VALUE_DEPTH], 0) + step - 1) // step * step
+        low, nothing, zero = lowest(k), spread_as(k, -np.inf), spread_as(k, 0)
+        for r in range(panel.n):
+            first = max(int64(panel.bounds[FIRSTS * width + r]), tile)
+            n = min(int64(panel.bounds[STOPS * width + r]), stop) - first
+            if n <= 0:
+                continue
+            for j in range(0, n, step):
+                own, present = at(k, (first - tile + j) * k_stride), min(step, n - j)
+                thin_scores(at(room.thin, r * deep), own, k_stride, deep, present, at(scores, j), room.corner)
+            for j in range(n, (n + step - 1) // step * step):
+                scores[j] = -np.inf
+            best, total = nothing, zero
+            for j in range(0, n, step):
+                s = load(scores, j)
+                best, total = maximum(s, best), total + where(s > nothing, s, zero)
+            if first == int64(panel.bounds[FIRSTS * width + r]):
+                state[FIRST_SCORE * width + r] = scores[0]
+            old, count, before = state[REFERENCE * width + r], as_kind(k, n), state[COUNT * width + r]
+            top = max(highest_lane(best, room.corner), state[MAXIMUM * width + r])
+            tile_mean = sum_lanes(total, room.corner) / count
+            reference = top if top > -np.inf else old
+            factor = state[FACTOR * width + r]
+            shift = maximum(low, spread((old - reference) * factor))
+            keep, shift_by = first_lane(exp2(shift)), first_lane(shift)
+            factors, references, means = spread(factor), spread(reference), spread(tile_mean)
+            weight, tilt, squares, spreads = zero, zero, zero, zero
+            for j in range(0, n, step):
+                s = load(scores, j)
+                x = maximum(low, (s - references) * factors)
+                p = exp2(x)
+                store(scores, j, p)
+                weight, tilt, squares = weight + p, fma(p, x, tilt), fma(p, p, squares)
+                u = where(s > nothing, s - means, zero)
+                spreads = fma(u, u, spreads)
+            so_far = state[TOTAL * width + r]
+            leant = keep * (state[TILT * width + r] + shift_by * so_far)
+            state[TILT * width + r] = leant + sum_lanes(tilt, room.corner)
+            state[TOTAL * width + r] = keep * so_far + sum_lanes(weight, room.corner)
+            state[SQUARES * width + r] = keep * keep * state[SQUARES * width + r] + sum_lanes(squares, room.corner)
+            state[MAXIMUM * width + r], state[REFERENCE * width + r] = top, reference
+            share, apart = count / (before + count), tile_mean - state[MEAN * width + r]
+            within = state[SPREAD * width + r] + sum_lanes(spreads, room.corner)
+            state[SPREAD * width + r] = within + apart * apart * before * share
+            state[MEAN * width + r] += apart * share
+            state[COUNT * width + r] = before + count
+            if value_deep > 0:
+                own = at(v, (first - tile) * v_stride)
+                thin_values(scores, 1, own, v_stride, n, value_deep, at(panel.out, r), width, keep, room.corner)
+
+    return each_row
+
+
+@kernel
+def highest_lane(x: Any, corner: Any) -> Any:
+    """The largest number of a vector."""
+    store(corner, 0, x)
+    best = corner[0]
+    for i in range(1, lanes(corner)):
+        best = max(best, corner[i])
+    return best
+
+
+@kernel
+def sum_lanes(x: Any, corner: Any) -> Any:
+    """The sum of the numbers of a vector."""
+    store(corner, 0, x)
+    total = corner[0]
+    for i in range(1, lanes(corner)):
+        total += corner[i]
+    return total
+
+
 @kernel
 def visit(
     d: Any, f: Any, room: Any, panel: Any, batch: int, head: int, tile: int, stop: int, k: Any, k_stride: int, v: Any,
     v_stride: int,
 ) -> None:  # fmt: skip
     """Take the keys of one tile up into the State of a panel."""
-    width, state, index, scores = panel.width, panel.state, panel.index, room.scores
+    width, state, index, scores = panel.width, panel.state, panel.bounds, room.scores
     cell = per_cell(k)
     first, last, clear, clear_stop = seen_of(panel, tile, stop)
     if first >= last:
+        return
+    if d[slot.THIN] and not d[slot.GENERAL] and d[slot.THRESHOLD] == 0:
+        visit_thin(d, room, panel, tile, stop, k, k_stride, v, v_stride)
         return
     first -= (first - tile) % cell
     for left in range(0, width, lanes(state)):
@@ -392,42 +555,28 @@ def visit(
     if masked:
         lay_mask(d, room, panel, batch, head, first, last)
     hidden = general
+    thin = d[slot.THIN] != 0
+    if thin:
+        thin_rows_of(d, room, panel, k, k_stride, first, last, tile)
     for j in range(first, last, KEYS_AT_ONCE):
         present = min(KEYS_AT_ONCE, last - j)
         here = at(scores, (j - first) * width)
-        plain = not general and clear <= j and j + KEYS_AT_ONCE <= clear_stop
-        # Where something is hidden, maximum and sum are of what is left, and what the product makes of them is not used.
-        sums = at(state, TILE_MAX * width) if plain else at(room.corner, 0)
-        scores_of(
-            panel.columns,
-            panel.turned,
-            at(k, (j - tile) * k_stride),
-            k_stride,
-            d[slot.DEPTH] // cell,
-            present,
-            here,
-            sums,
-        )
+        plain = not general and not thin and clear <= j and j + KEYS_AT_ONCE <= clear_stop
+        if not thin:
+            # Where something is hidden, maximum and sum are of what is left, and those of the product are not used.
+            sums = at(state, TILE_MAX * width) if plain else at(room.corner, 0)
+            own = at(k, (j - tile) * k_stride)
+            scores_of(panel.columns, panel.turned, own, k_stride, d[slot.DEPTH] // cell, present, here, sums)
         if general:
-            dress(
-                here,
-                width,
-                j,
-                present,
-                state,
-                index,
-                f[slot.SOFTCAP],
-                at(room.bias, (j - first) * width),
-                masked,
-                here,
-                False,
-            )
+            bias = at(room.bias, (j - first) * width)
+            dress(here, width, j, present, state, index, f[slot.SOFTCAP], bias, masked, here, False)
         elif not plain:
             hide(here, width, j, present, state, index)
             hidden = True
     if not general:
         tile_counts(state, index, width, first, last)
-        first_scores(scores, width, panel.n, first, last, state, index)
+        if int64(index[LIMITS * width + CLEAR]) >= first:
+            first_scores(scores, width, panel.n, first, last, state, index)
     renew(state, width)
     rows = (last - first + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE * KEYS_AT_ONCE
     if not d[slot.MEASURE]:
@@ -440,12 +589,14 @@ def visit(
     if d[slot.VALUE_DEPTH] >= 0:
         if d[slot.THRESHOLD] != 0:
             drop(room.weights, width, first, last, index, d[slot.THRESHOLD])
+        if thin:
+            thin_values_of(d, room, panel, v, v_stride, first, last, tile)
+            return
         some = (last - first + cell - 1) // cell
+        keep = at(state, KEEP * width)
         for i in range(0, d[slot.VALUE_DEPTH], KEYS_AT_ONCE):
             here = at(v, (first - tile) // cell * v_stride + i)
-            values_of(
-                panel.columns, room.weights, here, v_stride, some, at(panel.out, i * width), at(state, KEEP * width)
-            )
+            values_of(panel.columns, room.weights, here, v_stride, some, at(panel.out, i * width), keep)
 
 
 @kernel
@@ -471,6 +622,12 @@ def forward_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any)
         own_low, own_high = open_panel(d, room, panel, batch, head, like)
         low, high = min(low, own_low), max(high, own_high)
         clear_rows(panel.out, value_depth, panel.width)
+        if d[slot.THIN]:
+            # The rows as they were, for vectors along them.
+            deep = (depth + lanes(like) - 1) // lanes(like) * lanes(like)
+            for r in range(panel.n):
+                for i in range(deep):
+                    room.thin[r * deep + i] = panel.turned[i * panel.width + r]
     share = (high - low + d[slot.SPLITS] - 1) // d[slot.SPLITS]
     low = low + split * share
     high = min(high, low + share)
@@ -481,14 +638,17 @@ def forward_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any)
     v_base = d[slot.V] + (batch * d[slot.V_BATCH] + kv_head * d[slot.V_HEAD]) * item
     cell = per_cell(cells)
     own_kind = item == BYTES // lanes(like)
-    padded = (value_depth + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE * KEYS_AT_ONCE
+    # In whole vectors where they go along the components, else in as many as are taken at once.
+    unit = lanes(like) if d[slot.THIN] else KEYS_AT_ONCE
+    padded = (value_depth + unit - 1) // unit * unit
+    k_padded = (depth + unit - 1) // unit * unit if d[slot.THIN] else depth
     for tile in range(low, high, KEY_TILE):
         stop = min(tile + KEY_TILE, high)
         k_place, v_place = k_base + tile * d[slot.K_ROW] * item, v_base + tile * d[slot.V_ROW] * item
         k, k_stride = pointer_as(cells, k_place), d[slot.K_ROW] // cell
-        if cell == 1 and not (own_kind and d[slot.K_INNER] == 1):
-            k, k_stride = room.keys, depth
-            pack_rows(k, depth, k_place, d[slot.K_ROW], d[slot.K_INNER], kind, stop - tile, depth, depth)
+        if cell == 1 and not (own_kind and d[slot.K_INNER] == 1 and k_padded == depth):
+            k, k_stride = room.keys, k_padded
+            pack_rows(k, k_padded, k_place, d[slot.K_ROW], d[slot.K_INNER], kind, stop - tile, depth, k_padded)
         v, v_stride = pointer_as(cells, v_place), d[slot.V_ROW]
         if value_depth > 0 and cell == 2:
             v, v_stride = room.values, padded
@@ -678,7 +838,7 @@ def leave(d: Any, panel: Any, task: int, p: int, split: int) -> None:
 @kernel
 def take_up(state: Any, out: Any, other: Any, width: int, depth: int) -> None:
     """Merge the State over other keys into a State."""
-    low, zero, one = lowest(state), spread_as(state, 0), spread_as(state, 1)
+    low, zero = lowest(state), spread_as(state, 0)
     for left in range(0, width, lanes(state)):
         ours, theirs = load(state, REFERENCE * width + left), load(other, REFERENCE * width + left)
         reference = maximum(ours, theirs)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from ..._arrays import Array
 from ..._dropout import as_signed
 from ..._problem import Problem
-from ._sheet import COUNTS, FIELDS, KINDS, Operand, Request, Sheet
+from ._sheet import KINDS, NEED_NO_SUMS, Layout, Operand, Request, address_in_memory, attend
+from ._slots import FIELDS
 
 
 def run_arrays(problem: Problem, stats: frozenset[str]) -> tuple[Array | None, dict[str, Array]]:
@@ -20,6 +20,7 @@ def run_arrays(problem: Problem, stats: frozenset[str]) -> tuple[Array | None, d
     mask = None if problem.mask is None else _fold_shared(problem.mask, batch)
     bounds = problem.bounds
     first, stop = (None, None) if bounds is None else (_fold_rows(bounds.first, batch), _fold_rows(bounds.stop, batch))
+    scale = problem.scale
     request = Request(
         q=operand(q),
         k=operand(k),
@@ -27,34 +28,52 @@ def run_arrays(problem: Problem, stats: frozenset[str]) -> tuple[Array | None, d
         mask=None if mask is None else operand(mask),
         first=None if first is None else operand(first),
         stop=None if stop is None else operand(stop),
-        scale=np.asarray(problem.scale, dtype=np.float64).reshape(1, -1),
+        scale=scale if isinstance(scale, float) else np.asarray(scale, dtype=np.float64).reshape(1, -1),
         sinks=None if problem.sinks is None else np.asarray(problem.sinks, dtype=np.float64).reshape(1, -1),
         seed=as_signed(problem.seed),
         softcap=problem.softcap or 0.0,
         dropout_p=problem.dropout_p,
         period=math.prod(batch),
     )
-    wide = np.float64 if q.dtype.itemsize == 8 else np.float32
     names = [name for name in FIELDS if name in stats and (name != "output_norm" or v is not None)]
-    fields = {name: np.empty(rows, dtype=np.int64 if name in COUNTS else wide) for name in names}
+    numbers = np.empty((12, *rows), dtype=np.float64 if problem.q.dtype.itemsize == 8 else np.float32)
+    counts = np.empty((2, *rows), dtype=np.int64)
+    found = dict(zip(FIELDS, (*numbers, *counts), strict=True))
     output = None if v is None else np.empty((*rows, v.shape[-1]), dtype=v.dtype)
-    Sheet(request).attend(
-        None if output is None else operand(_fold(output, batch)),
-        0,
-        {name: _address(x) for name, x in fields.items()},
-    )
-    return output, fields
+    places = [address_in_memory(found[name]) if name in names else 0 for name in FIELDS]
+    out = None if output is None else operand(_fold(output, batch))
+    attend(request, out, 0, places, measure=not NEED_NO_SUMS.issuperset(names))
+    return output, {name: found[name] for name in names}
+
+
+def laid_out(problem: Problem) -> tuple[Operand, Operand, Operand, Layout, tuple[Operand, Operand] | None] | None:
+    """The operands of a problem as a kernel sees them and the layout of its output; None if any had to be copied."""
+    batch = problem.batch
+    operands = [_fold(x, batch) for x in (problem.q, problem.k, problem.v)]
+    if any(
+        address_in_memory(x) != address_in_memory(own)
+        for x, own in zip(operands, (problem.q, problem.k, problem.v), strict=True)
+    ):
+        return None
+    q, k, v = operands
+    bounds = problem.bounds
+    rows = None
+    if bounds is not None:
+        first, stop = _fold_rows(bounds.first, batch), _fold_rows(bounds.stop, batch)
+        if address_in_memory(first) != address_in_memory(bounds.first) or address_in_memory(stop) != address_in_memory(
+            bounds.stop
+        ):
+            return None
+        rows = (operand(first), operand(stop))
+    out = np.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
+    return operand(q), operand(k), operand(v), operand(out).layout, rows
 
 
 def operand(x: Array) -> Operand:
-    """Where an array is; the caller keeps it alive."""
-    strides = tuple(stride // x.itemsize for stride in x.strides)
-    return Operand(_address(x), x.shape, strides, KINDS.get(x.dtype.name, 0))
-
-
-def _address(x: Array) -> int:
-    address: int = x.__array_interface__["data"][0]
-    return address
+    """An array as a kernel sees it."""
+    item = x.itemsize
+    strides = tuple([stride // item for stride in x.strides])
+    return Operand(address_in_memory(x), Layout(x.shape, strides, KINDS.get(x.dtype.name, 0)))
 
 
 def _plain(x: Array) -> Array:

@@ -4,53 +4,45 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _code, _slots as slot, _threads
-from ._target import COLUMNS, KEY_TILE, PANELS, target
+from . import _code, _threads
+from . import _slots as slot
+from ._target import KEY_TILE, PANELS, THIN_ROWS, target
 
 KINDS = {"float32": slot.F32, "float64": slot.F64, "bfloat16": slot.BF16, "float16": slot.F16, "bool": slot.BOOL}
 
-COUNTS = ("visible_keys", "nonfinite")
-FIELDS = (
-    "max_logit",
-    "logsumexp",
-    "expected_score",
-    "entropy",
-    "largest_weight",
-    "collision",
-    "score_mean",
-    "score_std",
-    "max_qk",
-    "first_key_weight",
-    "sink_mass",
-    "output_norm",
-    *COUNTS,
-)
-"""The fields of the Reading that a forward pass gives, whole numbers last."""
-
 SMALL = 2**20
-"""Products of two numbers up to which one thread is faster than two: others take a few microseconds to start."""
+"""Products of two numbers up to which one thread is faster than two: others take some microseconds to start."""
 
 SPLIT_KEYS = 4 * KEY_TILE
 """Keys that a split has at least."""
 
-
-NEEDS_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
+NEED_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
 """The fields that cost nothing beside the output."""
 
+MOST_KEPT = 2**23
+"""Bytes of scratch memory that a thread keeps from call to call."""
 
-class Operand(NamedTuple):
-    """Where an array is: address, shape and strides in elements."""
 
-    address: int
+class Layout(NamedTuple):
+    """How an array lies in memory: strides are in elements."""
+
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     kind: int
+
+
+class Operand(NamedTuple):
+    """An array: where it is, and how it lies there. Whoever makes one keeps the array alive."""
+
+    address: int
+    layout: Layout
 
 
 class Request(NamedTuple):
@@ -62,186 +54,248 @@ class Request(NamedTuple):
     mask: Operand | None  # every axis full or 1
     first: Operand | None  # int64, (batch or 1, queries)
     stop: Operand | None
-    scale: NDArray[np.float64]  # (batch or 1, heads or 1)
-    sinks: NDArray[np.float64] | None
+    scale: float | NDArray[np.float64]  # one number, or (batch or 1, heads or 1)
+    sinks: NDArray[np.float64] | None  # (batch or 1, heads or 1)
     seed: int
     softcap: float
     dropout_p: float
     period: int
 
 
-class Sheet:
-    """The words of one call, and what must live as long as it runs."""
+class Plan(NamedTuple):
+    """What a forward pass will do, as far as that follows from shapes and options."""
 
-    def __init__(self, request: Request) -> None:
-        words = np.zeros(slot.WORDS, dtype=np.int64)
-        floats = words.view(np.float64)
-        q, k, v = request.q, request.k, request.v
-        batch, heads, queries, depth = q.shape
-        self.words, self.floats, self.request = words, floats, request
-        self.rows = batch * heads * queries
-        self.item = 8 if q.kind == slot.F64 else 4
-        words[slot.KIND] = q.kind
-        words[slot.BATCH : slot.VALUE_DEPTH + 1] = (
-            batch, heads, heads // max(k.shape[1], 1), queries, k.shape[2], depth, -1 if v is None else v.shape[3],
-        )  # fmt: skip
-        words[slot.Q : slot.Q_INNER + 1] = (q.address, *q.strides)
-        words[slot.K : slot.K_INNER + 1] = (k.address, *k.strides)
-        if v is not None:
-            words[slot.V : slot.V_INNER + 1] = (v.address, *v.strides)
-        mask = request.mask
-        if mask is not None:
-            words[slot.MASK : slot.MASK_KEY + 1] = (mask.address, mask.kind, *_shared(mask))
-        if request.first is not None and request.stop is not None:
-            words[slot.FIRST], words[slot.STOP] = request.first.address, request.stop.address
-            words[slot.BOUND_BATCH] = _shared(request.first)[0]
-        self._put_scale(whole=False)
-        self.sinks = None if request.sinks is None else np.ascontiguousarray(request.sinks)
-        if self.sinks is not None:
-            words[slot.SINKS : slot.SINKS_HEAD + 1] = _per_head(self.sinks)
-        if request.dropout_p:
-            words[slot.SEED], words[slot.PERIOD] = request.seed, max(request.period, 1)
-            words[slot.THRESHOLD] = min(round(request.dropout_p * 2**32), 2**32 - 1)
-        floats[slot.SHARE_KEPT] = 1 - request.dropout_p
-        floats[slot.SOFTCAP] = request.softcap
-        words[slot.GENERAL] = mask is not None or request.softcap > 0
-        # Rows of heads that share a key head stand in one panel when a head alone would not fill it.
-        words[slot.STACK] = words[slot.GROUP] if queries < self.panel_rows else 1
-        words[slot.BLOCKS] = -(-int(words[slot.STACK]) * queries // (PANELS * self.panel_rows))
+    words: NDArray[np.int64]
+    kernel: str
+    item: int
+    """Bytes of the numbers that the kernel computes with."""
+    rows: int
+    tasks: int
+    splits: int
+    scratch: int
+    """Bytes for one worker."""
+    products: int
+    pairs: bool
 
-    @property
-    def panel_rows(self) -> int:
-        return target().panel_rows(self.item)
 
-    @property
-    def suffix(self) -> str:
-        return "f64" if self.item == 8 else "f32"
+@lru_cache(maxsize=256)
+def plan(
+    q: Layout,
+    k: Layout,
+    v: Layout | None,
+    out: Layout | None,
+    mask: Layout | None,
+    bounds: Layout | None,
+    options: tuple[float, float, int, bool, bool],
+    threads: int,
+) -> Plan:
+    """Once for each kind of call: a small one takes less time than this."""
+    softcap, dropout_p, period, measure, positive = options
+    batch, heads, queries, depth = q.shape
+    keys, value_depth = k.shape[2], -1 if v is None else v.shape[3]
+    words = np.zeros(slot.WORDS, dtype=np.int64)
+    floats = words.view(np.float64)
+    words[slot.KIND] = q.kind
+    group = heads // max(k.shape[1], 1)
+    words[slot.BATCH : slot.VALUE_DEPTH + 1] = (batch, heads, group, queries, keys, depth, value_depth)
+    words[slot.Q_BATCH : slot.Q_INNER + 1] = q.strides
+    words[slot.K_BATCH : slot.K_INNER + 1] = k.strides
+    if v is not None and out is not None:
+        words[slot.V_BATCH : slot.V_INNER + 1] = v.strides
+        words[slot.OUT_BATCH : slot.OUT_ROW + 1] = out.strides[:3]
+    if mask is not None:
+        words[slot.MASK_KIND : slot.MASK_KEY + 1] = (mask.kind, *_shared(mask))
+    if bounds is not None:
+        words[slot.BOUND_BATCH] = _shared(bounds)[0]
+    if dropout_p:
+        words[slot.PERIOD] = max(period, 1)
+        words[slot.THRESHOLD] = min(round(dropout_p * 2**32), 2**32 - 1)
+    floats[slot.SHARE_KEPT], floats[slot.SOFTCAP] = 1 - dropout_p, softcap
+    words[slot.GENERAL] = mask is not None or softcap > 0
+    words[slot.MEASURE] = measure
+    item = 8 if q.kind == slot.F64 else 4
+    panel_rows = target().panel_rows(item)
+    # Rows of heads that share a key head stand in one panel when a head alone would not fill it.
+    stack = group if queries < panel_rows else 1
+    blocks = -(-stack * queries // (PANELS * panel_rows))
+    words[slot.STACK], words[slot.BLOCKS] = stack, blocks
+    thin = stack * queries <= THIN_ROWS
+    words[slot.THIN] = thin
+    rows = batch * heads * queries
+    tasks = batch * heads // max(stack, 1) * blocks
+    products = rows * keys * (depth + max(value_depth, 0))
+    splits = 1
+    if products >= SMALL and 0 < tasks < threads:
+        splits = max(1, min(-(-2 * threads // tasks), keys // SPLIT_KEYS))
+    words[slot.SPLITS] = splits
+    # What is a pair of bfloat16 must lie side by side, and its scale cannot be taken up by q.
+    pairs = q.kind == slot.BF16 and target().bfloat16 and depth % 2 == 0 and positive and not thin
+    pairs = pairs and q.strides[3] == k.strides[3] == 1 and k.strides[2] % 2 == 0 and (v is None or v.strides[3] == 1)
+    kernel = "forward_bf16" if pairs else "forward_f64" if item == 8 else "forward_f32"
+    scratch = slot.room_bytes(target().lanes(item), item, depth, max(value_depth, 0))
+    return Plan(words, kernel, item, rows, tasks, splits, scratch, products, pairs)
 
-    def put_fields(self, fields: Mapping[str, int]) -> None:
-        """The addresses of the fields of the Reading, by name."""
-        for name, address in fields.items():
-            self.words[getattr(slot, name.upper())] = address
 
-    def start(self, kernel: str, tasks: int, scratch: int, products: float) -> None:
-        """Run a kernel to its end."""
-        words = self.words
-        words[slot.TASK] = words[slot.WORKER] = 0
-        words[slot.TASKS] = tasks
-        workers = workers_for(tasks, products)
-        words[slot.SCRATCH_BYTES] = scratch
-        words[slot.SCRATCH] = _scratch(scratch * workers)
-        _threads.run(_code.address(kernel), words.ctypes.data, workers)
+def attend(request: Request, out: Operand | None, wide: int, fields: Sequence[int], *, measure: bool) -> None:
+    """Compute the output, also unrounded if there is a place for that, and the fields that have an address."""
+    q, k, v, mask, first = request.q, request.k, request.v, request.mask, request.first
+    scale = request.scale
+    positive = scale > 0 if isinstance(scale, float) else bool((scale > 0).all())
+    planned = plan(
+        q.layout,
+        k.layout,
+        None if v is None else v.layout,
+        None if out is None else out.layout,
+        None if mask is None else mask.layout,
+        None if first is None else first.layout,
+        (request.softcap, request.dropout_p, request.period, measure, positive),
+        _threads.threads(),
+    )
+    if not planned.rows:
+        return
+    workers = workers_for(planned.tasks * planned.splits, planned.products)
+    room = planned.scratch * workers
+    desk = desk_with(room + 8 * planned.rows)
+    words = desk.words
+    words[:] = planned.words
+    if isinstance(scale, float):
+        scale_place, power_place = put_scale(desk, scale, pairs=planned.pairs)
+    else:
+        parts, powers = parts_of(scale, whole=planned.pairs)
+        scale_place, power_place = put_per_head(words, slot.SCALE_BATCH, parts), address_in_memory(powers)
+    sinks_place = 0
+    if request.sinks is not None:
+        sinks = np.ascontiguousarray(request.sinks)
+        sinks_place = put_per_head(words, slot.SINKS_BATCH, sinks)
+    partial_place = 0
+    if planned.splits > 1:
+        size = slot.partial_numbers(target().lanes(planned.item), 0 if v is None else v.layout.shape[3])
+        partial = np.empty(size * planned.tasks * planned.splits * planned.item, dtype=np.uint8)
+        partial_place = address_in_memory(partial)
+    words[slot.SCRATCH : slot.NONFINITE + 1] = (
+        desk.scratch,
+        desk.scratch + room,
+        partial_place,
+        scale_place,
+        power_place,
+        sinks_place,
+        q.address,
+        k.address,
+        0 if v is None else v.address,
+        0 if mask is None else mask.address,
+        0 if first is None else first.address,
+        0 if request.stop is None else request.stop.address,
+        0 if out is None else out.address,
+        wide,
+        *fields,
+    )
+    words[slot.SEED] = request.seed
+    words[slot.SCRATCH_BYTES] = planned.scratch
+    desk.start(planned.kernel, planned.tasks * planned.splits, workers)
+    if planned.splits > 1:
+        desk.start("merge_f64" if planned.item == 8 else "merge_f32", planned.tasks, min(workers, planned.tasks))
+    suspects = int(words[slot.SUSPECTS])
+    if suspects:
+        # The list of them is behind the scratch memory, which is too small for what these rows need.
+        listed = np.frombuffer(desk.memory, dtype=np.int64, offset=desk.scratch + room - address_in_memory(desk.memory))
+        rows = listed[:suspects].copy()
+        need = -(-(16 * k.layout.shape[2] + 8 * (0 if v is None else v.layout.shape[3])) // 64) * 64
+        memory = np.empty(need * workers, dtype=np.uint8)
+        words[slot.SUSPECT], words[slot.SCRATCH], words[slot.SCRATCH_BYTES] = (
+            address_in_memory(rows),
+            address_in_memory(memory),
+            need,
+        )
+        desk.start("careful", suspects, workers)
 
-    def attend(self, out: Operand | None, wide: int, fields: Mapping[str, int]) -> None:
-        """Compute the output, also unrounded if there is a place for that, and some fields of the Reading."""
-        words, request = self.words, self.request
-        if not self.rows:
-            return
-        self.put_fields(fields)
-        if out is not None:
-            words[slot.OUT : slot.OUT_ROW + 1] = (out.address, *out.strides[:3])
-            words[slot.WIDE] = wide
-        words[slot.MEASURE] = not NEEDS_NO_SUMS.issuperset(fields)
-        suspects = np.empty(self.rows, dtype=np.int64)
-        words[slot.SUSPECT] = suspects.ctypes.data
-        depth, value_depth = int(words[slot.DEPTH]), max(int(words[slot.VALUE_DEPTH]), 0)
-        keys = int(words[slot.KEYS])
-        stacks = int(words[slot.BATCH] * words[slot.HEADS] // words[slot.STACK])
-        tasks = stacks * int(words[slot.BLOCKS])
-        products = self.rows * keys * (depth + value_depth)
-        splits = 1
-        if products >= SMALL and tasks < _threads.threads():
-            splits = max(1, min(-(-2 * _threads.threads() // tasks), keys // SPLIT_KEYS))
-        words[slot.SPLITS] = splits
-        lanes = target().lanes(self.item)
-        scratch = slot.room_bytes(lanes, self.item, depth, value_depth)
-        partial = None
-        if splits > 1:
-            size = slot.partial_numbers(lanes, value_depth) * tasks * splits
-            partial = np.empty(size * self.item, dtype=np.uint8)
-            words[slot.PARTIAL] = partial.ctypes.data
-        kernel = f"forward_{self.suffix}"
-        if self._in_pairs():
-            kernel = "forward_bf16"
-            self._put_scale(whole=True)
-        self.start(kernel, tasks * splits, scratch, products)
-        if partial is not None:
-            self.start(f"merge_{self.suffix}", tasks, scratch, products)
-        found = int(words[slot.SUSPECTS])
-        if found:
-            self.start("careful", found, -(-(16 * keys + 8 * value_depth) // 64) * 64, products)
 
-    def differentiate(
-        self,
-        grad: Operand | None,
-        output: Operand,
-        rows: Mapping[str, int],
-        measured: Mapping[str, int],
-        to_q: Operand,
-        to_k: Operand,
-        to_v: Operand | None,
-        to_mask: Operand | None,
-        *,
-        extra: bool,
-    ) -> bool:
-        """Compute the gradients; False when something was not finite and they are not to be used."""
-        words = self.words
-        keys, depth = int(words[slot.KEYS]), int(words[slot.DEPTH])
-        value_depth = max(int(words[slot.VALUE_DEPTH]), 0)
-        kv_heads = int(words[slot.HEADS] // words[slot.GROUP])
-        units = int(words[slot.BATCH]) * kv_heads
-        self.put_fields(rows)
-        self.put_fields(measured)
-        words[slot.MEASURE], words[slot.EXTRA] = True, extra
-        if grad is not None:
-            words[slot.GRAD : slot.GRAD_INNER + 1] = (grad.address, *grad.strides)
-            words[slot.OUT : slot.OUT_ROW + 1] = (output.address, *output.strides[:3])
-            words[slot.OUT_KIND] = output.kind
-        words[slot.TO_Q : slot.TO_Q_ROW + 1] = (to_q.address, *to_q.strides[:3])
-        words[slot.TO_K : slot.TO_K_ROW + 1] = (to_k.address, *to_k.strides[:3])
-        if to_v is not None:
-            words[slot.TO_V : slot.TO_V_ROW + 1] = (to_v.address, *to_v.strides[:3])
-        threads = _threads.threads()
-        products = self.rows * keys * (3 * depth + 2 * value_depth)
-        # Heads are independent; where there are fewer than threads, or not a whole number for each, keys are split too.
-        words[slot.UNITS] = 1
-        splits = 1 if units % threads == 0 or units >= 4 * threads else threads
-        if to_mask is not None:
-            words[slot.TO_MASK : slot.TO_MASK_KEY + 1] = (to_mask.address, *_shared(to_mask))
-            if to_mask.shape[0] < int(words[slot.BATCH]) or to_mask.shape[1] < int(words[slot.HEADS]):
-                # Heads that add to the same numbers must not do so at once; different keys add to different ones.
-                words[slot.UNITS] = units
-                splits = threads
-            if to_mask.shape[3] < keys:
-                words[slot.UNITS] = units
-                splits = 1
-        splits = max(1, min(splits, keys // SPLIT_KEYS)) if products >= SMALL else 1
-        words[slot.SPLITS] = splits
-        tasks = units // max(int(words[slot.UNITS]), 1) * splits
-        lanes = target().lanes(self.item)
-        share = -(-keys // splits)
-        scratch = slot.backward_room_bytes(lanes, self.item, depth, value_depth, share)
-        partial = None
-        if splits > 1:
-            # Read in whole vectors: a little room behind the last row.
-            partial = np.empty((splits * self.rows * (depth + 6) + lanes) * self.item, dtype=np.uint8)
-            words[slot.PARTIAL] = partial.ctypes.data
-        self.start(f"backward_{self.suffix}", tasks, scratch, products)
-        if partial is not None:
-            self.start(f"gather_{self.suffix}", -(-self.rows // slot.ROWS_AT_ONCE), 0, products)
-        return not words[slot.SUSPECTS]
+def differentiate(
+    request: Request,
+    grad: Operand | None,
+    output: Operand,
+    rows: Mapping[str, int],
+    to: Sequence[Operand | None],
+    *,
+    extra: bool,
+) -> bool:
+    """Compute the gradients of q, k, v and the mask into `to`; False when one is not finite and they are of no use.
 
-    def _put_scale(self, *, whole: bool) -> None:
-        self.scale, self.power = _parts_of(self.request.scale, whole=whole)
-        self.words[slot.SCALE : slot.SCALE_HEAD + 1] = _per_head(self.scale)
-        self.words[slot.POWER] = self.power.ctypes.data
+    `rows` are the addresses of what there is per row, by the names of slots.
+    """
+    q, k, v, mask, first = request.q, request.k, request.v, request.mask, request.first
+    to_q, to_k, to_v, to_mask = to
+    threads = _threads.threads()
+    planned = plan(
+        q.layout,
+        k.layout,
+        None if v is None else v.layout,
+        None if v is None else output.layout,
+        None if mask is None else mask.layout,
+        None if first is None else first.layout,
+        (request.softcap, request.dropout_p, request.period, True, False),
+        threads,
+    )
+    words = planned.words.copy()
+    batch, heads, _, depth = q.layout.shape
+    keys, value_depth = k.layout.shape[2], 0 if v is None else v.layout.shape[3]
+    parts, powers = parts_of(
+        np.reshape(request.scale, (-1, np.shape(request.scale)[-1] if np.ndim(request.scale) else 1)), whole=False
+    )
+    words[slot.SCALE], words[slot.POWER] = put_per_head(words, slot.SCALE_BATCH, parts), address_in_memory(powers)
+    if request.sinks is not None:
+        sinks = np.ascontiguousarray(request.sinks)
+        words[slot.SINKS] = put_per_head(words, slot.SINKS_BATCH, sinks)
+    for place, x in (
+        (slot.Q, q),
+        (slot.K, k),
+        (slot.V, v),
+        (slot.MASK, mask),
+        (slot.FIRST, first),
+        (slot.STOP, request.stop),
+    ):
+        words[place] = 0 if x is None else x.address
+    words[slot.SEED] = request.seed
+    words[slot.EXTRA] = extra
+    for name, place in rows.items():
+        words[getattr(slot, name.upper())] = place
+    if grad is not None:
+        words[slot.GRAD : slot.GRAD_INNER + 1] = (grad.address, *grad.layout.strides)
+        words[slot.OUT], words[slot.OUT_KIND] = output.address, output.layout.kind
+    for place, x in ((slot.TO_Q, to_q), (slot.TO_K, to_k), (slot.TO_V, to_v)):
+        if x is not None:
+            words[place : place + 4] = (x.address, *x.layout.strides[:3])
 
-    def _in_pairs(self) -> bool:
-        """Whether the products of pairs of bfloat16 can be used: what is a pair must lie side by side."""
-        q, k, v = self.request.q, self.request.k, self.request.v
-        if q.kind != slot.BF16 or not target().bfloat16 or q.shape[3] % 2 or (self.request.scale <= 0).any():
-            return False
-        return q.strides[3] == k.strides[3] == 1 and k.strides[2] % 2 == 0 and (v is None or v.strides[3] == 1)
+    # Heads are independent. Where there is not the same number of them for each thread, keys are split too.
+    units = batch * k.layout.shape[1]
+    together, splits = 1, 1 if units % threads == 0 or units >= 4 * threads else threads
+    if to_mask is not None:
+        words[slot.TO_MASK : slot.TO_MASK_KEY + 1] = (to_mask.address, *_shared(to_mask.layout))
+        shape = to_mask.layout.shape
+        if shape[3] < keys:
+            together, splits = units, 1
+        elif shape[0] < batch or shape[1] < heads:
+            # Heads that add to the same numbers must not do so at once; different keys add to different ones.
+            together, splits = units, threads
+    products = planned.rows * keys * (3 * depth + 2 * value_depth)
+    splits = max(1, min(splits, keys // SPLIT_KEYS)) if products >= SMALL else 1
+    words[slot.UNITS], words[slot.SPLITS] = together, splits
+    tasks = units // max(together, 1) * splits
+    lanes = target().lanes(planned.item)
+    scratch = slot.backward_room_bytes(lanes, planned.item, depth, value_depth, -(-keys // splits))
+    workers = workers_for(tasks, products)
+    desk = desk_with(scratch * workers)
+    if splits > 1:
+        # Read in whole vectors: a little room behind the last row.
+        partial = np.empty((splits * planned.rows * (depth + 6) + lanes) * planned.item, dtype=np.uint8)
+        words[slot.PARTIAL] = address_in_memory(partial)
+    words[slot.SCRATCH], words[slot.SCRATCH_BYTES] = desk.scratch, scratch
+    desk.words[:] = words
+    suffix = "f64" if planned.item == 8 else "f32"
+    desk.start(f"backward_{suffix}", tasks, workers)
+    if splits > 1:
+        runs = -(-planned.rows // slot.ROWS_AT_ONCE)
+        desk.start(f"gather_{suffix}", runs, workers_for(runs, products))
+    return not desk.words[slot.SUSPECTS]
 
 
 def workers_for(tasks: int, products: float) -> int:
@@ -249,29 +303,69 @@ def workers_for(tasks: int, products: float) -> int:
     return 1 if products < SMALL else max(1, min(_threads.threads(), tasks))
 
 
-def _parts_of(scale: NDArray[np.float64], *, whole: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """A scale as a number between ½ and 1 and a power of 2 with its sign, or as itself and 1."""
+def put_scale(desk: _Desk, scale: float, *, pairs: bool) -> tuple[int, int]:
+    """One scale for all heads, among the words themselves; the addresses of its parts."""
+    part, exponent = (scale, 0) if pairs else math.frexp(abs(scale))
+    desk.floats[slot.ONE_SCALE] = part or 0.5
+    desk.floats[slot.ONE_POWER] = math.copysign(math.ldexp(1.0, exponent), scale) if scale else 0.0
+    places = desk.address + 8 * slot.ONE_SCALE, desk.address + 8 * slot.ONE_POWER
+    desk.words[slot.SCALE], desk.words[slot.POWER] = places
+    return places
+
+
+def parts_of(scale: NDArray[np.float64], *, whole: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Scales as numbers between ½ and 1 and powers of 2 with a sign, or as themselves and 1."""
     if whole:
         return np.ascontiguousarray(scale), np.ones_like(scale)
     part, exponent = np.frexp(np.abs(scale))
     return np.where(part == 0, 0.5, part), np.ldexp(np.sign(scale), exponent)
 
 
-def _shared(x: Operand) -> list[int]:
+def put_per_head(words: NDArray[np.int64], place: int, x: NDArray[np.float64]) -> int:
+    """The strides of (batch or 1, heads or 1) into their slots; its address."""
+    words[place], words[place + 1] = 0 if x.shape[0] == 1 else x.shape[1], 0 if x.shape[1] == 1 else 1
+    return address_in_memory(x)
+
+
+def address_in_memory(x: NDArray[Any]) -> int:
+    address: int = x.__array_interface__["data"][0]
+    return address
+
+
+def _shared(x: Layout) -> list[int]:
     """Strides, 0 along axes of size 1."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True)]
 
 
-def _per_head(x: NDArray[np.float64]) -> tuple[int, int, int]:
-    return x.ctypes.data, 0 if x.shape[0] == 1 else x.shape[1], 0 if x.shape[1] == 1 else 1
+class _Desk(threading.local):
+    """The words and the scratch memory of one thread, kept from call to call.
+
+    Fresh pages cost more than what is done with them, and a large array is made of fresh pages.
+    """
+
+    def __init__(self) -> None:
+        self.words = np.zeros(slot.WORDS, dtype=np.int64)
+        self.floats = self.words.view(np.float64)
+        self.view = memoryview(self.words)  # type: ignore[arg-type]
+        self.fields = self.words[slot.MAX_LOGIT : slot.NONFINITE + 1]
+        self.address = address_in_memory(self.words)
+        self.memory = np.empty(0, dtype=np.uint8)
+        self.scratch = 0
+
+    def start(self, kernel: str, tasks: int, workers: int) -> None:
+        """Run a kernel to its end."""
+        words = self.words
+        words[slot.TASK], words[slot.WORKER], words[slot.TASKS] = 0, 0, tasks
+        _threads.run(_code.address(kernel), self.address, workers)
 
 
-_own = threading.local()
+_DESK = _Desk()
 
 
-def _scratch(size: int) -> int:
-    """Memory that a thread keeps from call to call: fresh pages cost more than what is done with them."""
-    memory: NDArray[np.uint8] | None = getattr(_own, "memory", None)
-    if memory is None or memory.size < size + 64:
-        memory = _own.memory = np.empty(size + 64, dtype=np.uint8)
-    return -(-memory.ctypes.data // 64) * 64
+def desk_with(size: int) -> _Desk:
+    """This thread's desk with some bytes of scratch memory."""
+    desk = _DESK
+    if desk.memory.size < size + 64 or desk.memory.size > max(MOST_KEPT, size + 64):
+        desk.memory = np.empty(size + 64, dtype=np.uint8)
+        desk.scratch = -(-address_in_memory(desk.memory) // 64) * 64
+    return desk

@@ -13,9 +13,10 @@ by lane. A tuple of vectors is a block of registers: a loop that carries one fro
     transpose(rows)                     of a square block
     pick(p, offsets, i)                 a tuple of numbers p[offset + i]
 
-and a few for memory: `pointer(address, kind)`, `at(p, i)`, `count_up(p)`. A pointer `p` is C's: `p[i]` reads, `p[i] = x`
-writes, nobody checks. Everything is plain LLVM, which makes the best of it on any processor; the two instructions for
-which LLVM has no word (x86's scalef and its product of pairs of bfloat16) are used where the processor has them.
+and a few for memory: `pointer(address, kind)`, `at(p, i)`, `count_up(p, i)`. A pointer `p` is C's: `p[i]` reads,
+`p[i] = x` writes, nobody checks. Everything is plain LLVM, which makes the best of it on any processor; the two
+instructions for which LLVM has no word (x86's scalef and its product of pairs of bfloat16) are used where the processor
+has them.
 """
 
 from __future__ import annotations
@@ -31,9 +32,20 @@ from llvmlite import ir
 from numba import types
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
-from numba.extending import intrinsic, lower_builtin, models, overload, register_model
+from numba.extending import intrinsic as numba_intrinsic
+from numba.extending import lower_builtin, models, overload, register_model
 
 from ._target import target
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """A function that says itself which LLVM instructions it is made of; it takes the kinds of its arguments."""
+    return numba_intrinsic(function)
+
+
+def counted(function: Callable[..., Any]) -> Any:
+    """The same for one of whose arguments the value is known when it is compiled: a count."""
+    return numba_intrinsic(prefer_literal=True)(function)
 
 
 def by_kind(stub: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +66,7 @@ def by_kind(stub: Callable[..., Any]) -> Callable[..., Any]:
     return register
 
 
-class Vector(types.Type):
+class Vector(types.Type):  # type: ignore[misc]
     """As many numbers of one kind as a register holds."""
 
     def __init__(self, element: Any, lanes: int) -> None:
@@ -63,7 +75,7 @@ class Vector(types.Type):
 
 
 @register_model(Vector)
-class _VectorModel(models.PrimitiveModel):
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, dmm: Any, fe_type: Vector) -> None:
         super().__init__(dmm, fe_type, ir.VectorType(_element(fe_type), fe_type.lanes))
 
@@ -128,7 +140,7 @@ def _is_floating(vector: Vector) -> bool:
 
 
 def _operator(op: Callable[..., Any], emit: Callable[..., Any], result: Callable[[Vector], Any]) -> None:
-    class Typed(AbstractTemplate):
+    class Typed(AbstractTemplate):  # type: ignore[misc]
         def generic(self, args: Any, kws: Any) -> Any:
             if len(args) == 2 and isinstance(args[0], Vector) and args[0] == args[1]:
                 return signature(result(args[0]), *args)
@@ -136,7 +148,7 @@ def _operator(op: Callable[..., Any], emit: Callable[..., Any], result: Callable
 
     infer_global(op)(Typed)
 
-    @lower_builtin(op, Vector, Vector)
+    @lower_builtin(op, Vector, Vector)  # type: ignore[untyped-decorator]
     def _(context: Any, b: Any, sig: Any, args: Any) -> Any:
         return emit(b, sig.args[0], *args)
 
@@ -263,7 +275,7 @@ def per_cell(_typing: Any, p: Any) -> Any:
 def load(_typing: Any, p: Any, _i: Any) -> Any:
     """The vector at p[i:]."""
     vector = _vector_of(p.dtype)
-    return vector(p, types.int64), lambda context, b, sig, args: _load(b, *args, vector)
+    return vector(p, types.int64), lambda context, b, sig, args: _load(b, args[0], args[1], vector)
 
 
 @intrinsic
@@ -321,7 +333,7 @@ def store_some(_typing: Any, p: Any, _i: Any, x: Any, _n: Any) -> Any:
 @cache
 def _old_masked_load() -> bool:
     """Up to LLVM 21 the alignment was an argument."""
-    return llvm.llvm_version_info[0] < 22
+    return bool(llvm.llvm_version_info[0] < 22)
 
 
 # Numbers to vectors and back.
@@ -404,7 +416,7 @@ def any_lane(_typing: Any, x: Any) -> Any:
 
 @intrinsic
 def fma(_typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """x · y + z, rounded once where the processor can."""
+    """X · y + z, rounded once where the processor can."""
     return x(x, y, z), lambda context, b, sig, args: _fma(b, x, *args)
 
 
@@ -428,14 +440,47 @@ def _function(name: str) -> Any:
     return function
 
 
-log, sqrt, magnitude = _function("log"), _function("sqrt"), _function("fabs")
+sqrt, magnitude = _function("sqrt"), _function("fabs")
+
+
+@intrinsic
+def log(_typing: Any, x: Any) -> Any:
+    """The natural logarithm of positive, finite, normal numbers: LLVM's own goes through the lanes one by one."""
+    width, mantissa = (32, 23) if x.element.bitwidth == 32 else (64, 52)
+    whole = ir.VectorType(ir.IntType(width), x.lanes)
+
+    def every_lane(value: int) -> Any:
+        return ir.Constant(whole, [ir.Constant(ir.IntType(width), value)] * x.lanes)
+
+    def emit(_context: Any, b: Any, _sig: Any, args: Any) -> Any:
+        bits = b.bitcast(args[0], whole)
+        # x = m · 2^e with m between √½ and √2: the exponent of x · √2, as far as bits can tell.
+        half = np.array(np.sqrt(0.5), dtype=f"f{width // 8}").view(f"i{width // 8}").item()
+        exponent = b.ashr(b.sub(bits, every_lane(half)), every_lane(mantissa))
+        m = b.bitcast(b.sub(bits, b.shl(exponent, every_lane(mantissa))), args[0].type)
+        one = _constant(x, 1)
+        # ln m = 2 artanh((m − 1)/(m + 1)), an odd series that is short for small arguments.
+        s = b.fdiv(b.fsub(m, one), b.fadd(m, one))
+        square = b.fmul(s, s)
+        terms = 5 if width == 32 else 12
+        total = _constant(x, 2 / (2 * terms + 1))
+        for k in reversed(range(1, terms)):
+            total = _fma(b, x, total, square, _constant(x, 2 / (2 * k + 1)))
+        # m − 1 is exact and s is not quite: what is lost in 2s is added to the rest.
+        rest = b.fmul(b.fmul(total, square), s)
+        doubled = b.fadd(s, s)
+        power = b.sitofp(exponent, args[0].type)
+        low = b.fadd(doubled, rest)
+        return _fma(b, x, power, _constant(x, np.log(2)), low)
+
+    return x(x), emit
 
 
 def _coefficients(degree: int) -> list[float]:
     """Of the polynomial in f through 2^f − 1 on [−½, ½], without its constant 0, highest first.
 
-    Interpolated at Chebyshev's points, which is within a hair of the best there is; (2^f − 1)/f, so that the sum ends in
-    a product with f and small results keep all their digits.
+    Interpolated at Chebyshev's points, which is within a hair of the best there is; (2^f − 1)/f, so that the sum ends
+    in a product with f and small results keep all their digits.
     """
     points = np.cos(np.pi * (np.arange(degree) + 0.5) / degree) / 2
     powers = points[:, None] ** np.arange(degree)
@@ -457,7 +502,7 @@ def _power(b: Any, vector: Vector, x: Any) -> tuple[Any, Any]:
 
 
 def _shifted(b: Any, vector: Vector, x: Any, n: Any) -> Any:
-    """x · 2^n for whole n; 0 where that is smaller than any normal number."""
+    """X · 2^n for whole n; 0 where that is smaller than any normal number."""
     width, mantissa = (32, 23) if vector.element.bitwidth == 32 else (64, 52)
     if target().scalef:
         name = "llvm.x86.avx512.mask.scalef." + ("ps" if width == 32 else "pd") + ".512"
@@ -519,7 +564,7 @@ def _members(b: Any, block: Any, count: int) -> list[Any]:
     return [b.extract_value(block, i) for i in range(count)]
 
 
-@intrinsic(prefer_literal=True)
+@counted
 def zeros(_typing: Any, p: Any, n: Any) -> Any:
     """A tuple of n vectors of zeros."""
     vector = _vector_of(p.dtype)
@@ -528,7 +573,7 @@ def zeros(_typing: Any, p: Any, n: Any) -> Any:
     return block(p, n), lambda context, b, sig, args: _tuple_of(b, [_constant(vector, 0)] * count)
 
 
-@intrinsic(prefer_literal=True)
+@counted
 def load_block(_typing: Any, p: Any, i: Any, n: Any) -> Any:
     """A tuple of n vectors from p[i:], one behind the other."""
     vector = _vector_of(p.dtype)
@@ -604,23 +649,26 @@ def store_block(_typing: Any, p: Any, _i: Any, block: Any) -> Any:
     return types.void(p, types.int64, block), emit
 
 
-@intrinsic(prefer_literal=True)
+@counted
 def row_offsets(_typing: Any, _stride: Any, n: Any, _present: Any) -> Any:
     """The offsets of n rows a stride apart; those that are not present repeat the last that is."""
 
     def emit(_context: Any, b: Any, _sig: Any, args: Any) -> Any:
-        stride, _, present = args
-        last = b.sub(present, ir.Constant(present.type, 1))
-        offsets = []
-        for r in range(n.literal_value):
-            own = ir.Constant(last.type, r)
-            offsets.append(b.mul(stride, b.select(b.icmp_signed("<", own, last), own, last)))
-        return _tuple_of(b, offsets)
+        return _clamped_rows(b, args[0], n.literal_value, args[2])
 
     return types.UniTuple(types.int64, n.literal_value)(types.int64, n, types.int64), emit
 
 
-@intrinsic(prefer_literal=True)
+def _clamped_rows(b: Any, stride: Any, count: int, present: Any) -> Any:
+    last = b.sub(present, ir.Constant(present.type, 1))
+    offsets = []
+    for r in range(count):
+        own = ir.Constant(last.type, r)
+        offsets.append(b.mul(stride, b.select(b.icmp_signed("<", own, last), own, last)))
+    return _tuple_of(b, offsets)
+
+
+@counted
 def load_rows(_typing: Any, p: Any, offsets: Any, columns: Any) -> Any:
     """A block of some vectors from each row."""
     vector = _vector_of(p.dtype)
@@ -659,6 +707,37 @@ def pick(_typing: Any, p: Any, offsets: Any, _i: Any) -> Any:
         return _tuple_of(b, [b.load(_address(b, start, o)) for o in _members(b, offsets_, offsets.count)])
 
     return types.UniTuple(p.dtype, offsets.count)(p, offsets, types.int64), emit
+
+
+@intrinsic
+def fetch(_typing: Any, p: Any, _i: Any) -> Any:
+    """Have the memory at p[i] brought near, wherever that is: nothing happens if it is nowhere."""
+
+    def emit(context: Any, b: Any, _sig: Any, args: Any) -> Any:
+        place = b.bitcast(_address(b, *args), ir.IntType(8).as_pointer())
+        _prefetch(b, place)
+        return context.get_dummy_value()
+
+    return types.void(p, types.int64), emit
+
+
+def _prefetch(b: Any, place: Any) -> None:
+    read, near, data = (ir.Constant(ir.IntType(32), value) for value in (0, 3, 1))
+    _call(b, "llvm.prefetch.p0", ir.VoidType(), [place, read, near, data])
+
+
+@intrinsic
+def dot_rows(_typing: Any, acc: Any, x: Any, p: Any, offsets: Any, _i: Any) -> Any:
+    """acc[r] + x · p[offset of r + i:], lane by lane: the loop body of some dot products."""
+
+    def emit(_context: Any, b: Any, _sig: Any, args: Any) -> Any:
+        total, vector, p_, rows, i = args
+        start = _address(b, p_, i)
+        loaded = [_load(b, start, row, x) for row in _members(b, rows, offsets.count)]
+        added = [_fma(b, x, vector, y, z) for y, z in zip(loaded, _members(b, total, acc.count), strict=True)]
+        return _tuple_of(b, added)
+
+    return acc(acc, x, p, offsets, types.int64), emit
 
 
 @intrinsic
@@ -746,7 +825,7 @@ def outer(_typing: Any, acc: Any, columns: Any, rows: Any) -> Any:
     return acc(acc, columns, rows), emit
 
 
-class _BFloat16(ir.types.Type):
+class _BFloat16(ir.types.Type):  # type: ignore[misc]
     """llvmlite has no name for it."""
 
     intrinsic_name = "bf16"

@@ -2,12 +2,12 @@
 
 One address is all that a kernel takes, so that it costs nothing to call, needs one compiled version for a kind of
 number whatever the call asks for, and any runner of threads can start it. Addresses are whole numbers; strides are in
-elements; words of FLOATS are floating numbers. A task counter in it hands out the work.
+elements. A task counter in it hands out the work.
 """
 
 from __future__ import annotations
 
-from ._target import COLUMNS, KEY_TILE, PANELS
+from ._target import COLUMNS, KEY_TILE, PANELS, THIN_ROWS
 
 F32, F64, BF16, F16, BOOL = range(5)
 """Kinds of elements."""
@@ -17,10 +17,23 @@ ITEM_SIZES = (4, 8, 2, 2, 1)
 (
     TASK,  # the next task to be done
     WORKER,  # the next worker's number
-    TASKS,
+    SUSPECTS,  # how many rows met a number that is not finite
+    # Addresses, all of them in one run; 0 for what is not there.
     SCRATCH,
+    SUSPECT,  # the list of such rows
+    PARTIAL,  # where the States of splits are left
+    SCALE,  # numbers between ½ and 1; the rest of a scale, a power of 2 and its sign, is in POWER
+    POWER,
+    SINKS,
+    Q, K, V, MASK, FIRST, STOP,
+    OUT,
+    WIDE,  # the output before rounding, laid out as the output
+    MAX_LOGIT, LOGSUMEXP, EXPECTED_SCORE, ENTROPY, LARGEST_WEIGHT, COLLISION, SCORE_MEAN, SCORE_STD, MAX_QK,
+    FIRST_KEY_WEIGHT, SINK_MASS, OUTPUT_NORM, VISIBLE_KEYS, NONFINITE,  # the fields of the Reading
+    # What follows from shapes and options.
+    TASKS,
     SCRATCH_BYTES,  # of one worker
-    GENERAL,  # whether scores need more than bounds: a mask, a softcap, a scale that is not positive
+    GENERAL,  # whether scores need more than bounds: a mask or a softcap
     MEASURE,  # whether anybody asked for more than the output
     KIND,  # of q, k, v and output
     BATCH,
@@ -31,24 +44,18 @@ ITEM_SIZES = (4, 8, 2, 2, 1)
     DEPTH,  # head_dim
     VALUE_DEPTH,  # of v; -1 when there is none
     STACK,  # query heads whose rows share a panel
+    THIN,  # whether there are so few rows that vectors go along the components instead
     BLOCKS,  # of rows, in one stack of heads
     SPLITS,  # parts of the keys, each a task of its own
-    Q, Q_BATCH, Q_HEAD, Q_ROW, Q_INNER,
-    K, K_BATCH, K_HEAD, K_ROW, K_INNER,
-    V, V_BATCH, V_HEAD, V_ROW, V_INNER,
-    OUT, OUT_BATCH, OUT_HEAD, OUT_ROW,
-    WIDE,  # the output before rounding, laid out as the output; 0 when nobody wants it
-    MASK, MASK_KIND, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY,
-    FIRST, STOP, BOUND_BATCH,
-    SCALE, SCALE_BATCH, SCALE_HEAD,  # between ½ and 1; the rest of it, a power of 2 and its sign, is in POWER
-    POWER,
-    SINKS, SINKS_BATCH, SINKS_HEAD,
+    Q_BATCH, Q_HEAD, Q_ROW, Q_INNER,
+    K_BATCH, K_HEAD, K_ROW, K_INNER,
+    V_BATCH, V_HEAD, V_ROW, V_INNER,
+    OUT_BATCH, OUT_HEAD, OUT_ROW,
+    MASK_KIND, MASK_BATCH, MASK_HEAD, MASK_ROW, MASK_KEY,
+    BOUND_BATCH,
+    SCALE_BATCH, SCALE_HEAD,
+    SINKS_BATCH, SINKS_HEAD,
     SEED, PERIOD, THRESHOLD,  # of dropout; a threshold of 0 drops nothing
-    MAX_LOGIT, LOGSUMEXP, EXPECTED_SCORE, ENTROPY, LARGEST_WEIGHT, COLLISION, SCORE_MEAN, SCORE_STD, VISIBLE_KEYS,
-    MAX_QK, FIRST_KEY_WEIGHT, SINK_MASS, OUTPUT_NORM, NONFINITE,  # addresses of the fields of the Reading, 0 for none
-    SUSPECTS,  # how many rows met a number that is not finite
-    SUSPECT,  # the list of them
-    PARTIAL,  # where the States of splits are left
     # For the backward pass: OUT is then what the forward pass left, of its own kind.
     OUT_KIND,
     EXTRA,  # whether gradients arrive for the fields of the Reading too
@@ -60,10 +67,16 @@ ITEM_SIZES = (4, 8, 2, 2, 1)
     TO_MASK, TO_MASK_BATCH, TO_MASK_HEAD, TO_MASK_ROW, TO_MASK_KEY,  # numbers of the kernel's own kind
     UNITS,  # pairs of a batch entry and a key head that one task goes through
     PULL_ROWS, FLOW_ROWS, PRESSURE_ROWS,
-    SOFTCAP, SHARE_KEPT,
+    # Floating numbers.
+    SOFTCAP, SHARE_KEPT, ONE_SCALE, ONE_POWER,
     WORDS,
-) = range(109)  # fmt: skip
-FLOATS = (SOFTCAP, SHARE_KEPT)
+) = range(112)  # fmt: skip
+
+FIELDS = (
+    "max_logit", "logsumexp", "expected_score", "entropy", "largest_weight", "collision", "score_mean", "score_std",
+    "max_qk", "first_key_weight", "sink_mass", "output_norm", "visible_keys", "nonfinite",
+)  # fmt: skip
+"""The fields of the Reading in the order of their slots; the last two are whole numbers."""
 
 # The state of a panel: rows of as many numbers as it has query rows. The order matters where two are read as one.
 (
@@ -105,7 +118,9 @@ ROWS_AT_ONCE = 64
     BACKWARD_PARTS,
 ) = range(PARTS, PARTS + 11)
 # And whole numbers, as wide as the others.
-FIRSTS, STOPS, DRAW_LOW, DRAW_HIGH, INDEX_PARTS = range(5)
+FIRSTS, STOPS, DRAW_LOW, DRAW_HIGH, LIMITS, INDEX_PARTS = range(6)
+# Of the last, four: the least first key and the greatest stop of rows that see any, then those that all rows keep to.
+LEAST, MOST, CLEAR, CLEAR_STOP = range(4)
 
 
 def room_bytes(step: int, number: int, depth: int, value_depth: int) -> int:
@@ -113,6 +128,7 @@ def room_bytes(step: int, number: int, depth: int, value_depth: int) -> int:
     whole = step * COLUMNS
     deep = -(-depth // step) * step + -(-value_depth // step) * step
     numbers = PANELS * whole * deep + 3 * KEY_TILE * whole + KEY_TILE * deep + PANELS * (PARTS + INDEX_PARTS) * whole
+    numbers += THIN_ROWS * deep + 8 * step
     return -(-((numbers + step * step) * number + 8 * whole) // 64) * 64
 
 
@@ -122,7 +138,7 @@ def backward_room_bytes(step: int, number: int, depth: int, value_depth: int, ke
     deep, value_deep = -(-depth // step) * step, -(-value_depth // step) * step
     turned = PANELS * whole * (3 * deep + 2 * value_deep)
     tiles = 4 * KEY_TILE * whole + KEY_TILE * (deep + value_deep)
-    numbers = turned + tiles + PANELS * (BACKWARD_PARTS + INDEX_PARTS) * whole + step * step
+    numbers = turned + tiles + PANELS * (BACKWARD_PARTS + INDEX_PARTS) * whole + step * step + 8 * step
     return -(-((numbers + keys * (deep + value_deep)) * number + 8 * whole) // 64) * 64
 
 

@@ -13,6 +13,8 @@ COLUMNS = 3
 PANELS = 4
 """Panels in a block: they share the keys and values of a tile while those are in a near cache."""
 KEY_TILE = 128
+THIN_ROWS = 6
+"""Query rows up to which most lanes of a panel would be idle."""
 
 _UP_TO_AVX2 = ("haswell", "broadwell", "skylake", "znver1", "znver2", "znver3", "x86-64-v3")
 

@@ -21,7 +21,7 @@ _forked = False
 
 def _in_child() -> None:
     # Neither OpenMP's threads nor ours are there after a fork, and OpenMP would wait for them for ever.
-    global _forked  # noqa: PLW0603
+    global _forked
     _forked = True
 
 
@@ -54,21 +54,22 @@ _Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @cache
-def _callable(kernel: int) -> Callable[[int], None]:
+def function_at(kernel: int) -> Callable[[int], None]:
+    """A kernel as one thread calls it."""
     return _Kernel(kernel)
 
 
 def run(kernel: int, sheet: int, workers: int) -> None:
     """Run the kernel at one address on the sheet at another; returns when all tasks are done."""
     if workers == 1:
-        _callable(kernel)(sheet)
+        function_at(kernel)(sheet)
         return
     parallel = _torch_parallel() if "torch" in sys.modules else None
     if parallel is not None:
         parallel(kernel, sheet, workers, 0)
         return
-    others = [_pool(workers).submit(_callable(kernel), sheet) for _ in range(workers - 1)]
-    _callable(kernel)(sheet)
+    others = [_pool(workers).submit(function_at(kernel), sheet) for _ in range(workers - 1)]
+    function_at(kernel)(sheet)
     for other in others:
         # A worker that has not started by now has nothing to do.
         if not other.cancel():
@@ -84,7 +85,7 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 def _torch_parallel() -> Any:
     """GOMP_parallel of the OpenMP library that torch computes with; None where it has another."""
     torch = sys.modules["torch"]
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    library = Path(str(torch.__file__)).parent / "lib" / "libtorch_cpu.so"
     try:
         # A symbol is looked for in the library and in those that it was linked with.
         parallel = ctypes.CDLL(str(library)).GOMP_parallel

@@ -10,21 +10,24 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, float64, int64, njit, types, uint8, uint16, uint32, uint64
+from numba import float32, float64, int64, types, uint8, uint16, uint32, uint64
 
 from ._compile import kernel
 from ._simd import (
     added_blocks,
     address_of,
+    at,
     bits_of,
     by_kind,
+    dot_rows,
+    fetch,
     lanes,
     load,
     load_apart,
     load_block,
     load_rows,
-    load_square,
     load_some,
+    load_square,
     maximum,
     narrow,
     outer,
@@ -70,6 +73,9 @@ from ._slots import (
 from ._target import target
 
 KEYS_AT_ONCE = target().keys_at_once
+
+LONGEST_SUM = 128
+"""Products that are added in one chain: a longer one would lose digits."""
 
 LOWEST = {32: -200.0, 64: -2000.0}
 """Exponents of 2 from which a weight is 0."""
@@ -192,7 +198,7 @@ def bfloat_number(bits: int) -> float:
 
 
 @kernel
-def number_at(address: int, kind: int) -> float:
+def number_at(address: int, kind: int) -> Any:
     """One element, with all its digits."""
     if kind == F32:
         return float64(pointer(address, float32)[0])
@@ -220,9 +226,14 @@ def find_rows(
     rows: Any, base: int, begin: int, n: int, width: int, queries: int, head_stride: int, row_stride: int, item: int
 ) -> None:
     """Where the rows of a panel begin; lanes past the last row repeat it."""
+    head, query = begin // queries, begin % queries
     for i in range(width):
-        row = begin + min(i, n - 1)
-        rows[i] = base + (row // queries * head_stride + row % queries * row_stride) * item
+        rows[i] = base + (head * head_stride + query * row_stride) * item
+        if i < n - 1:
+            # Counted on: a division for each row would take as long as all else here.
+            query += 1
+            if query == queries:
+                head, query = head + 1, 0
 
 
 @kernel
@@ -285,7 +296,7 @@ def pack_pairs(out: Any, out_stride: int, address: int, stride: int, n: int, dep
 def write_turned(
     turned: Any, width: int, left: int, n: int, depth: int, factor: Any, corner: Any, rows: Any, kind: int
 ) -> None:
-    """The rows of turned[i][row] from `left` on, each times its factor, to where they belong, as some kind of element."""
+    """The rows of turned[i][row] from `left` on, each times its factor, to where they belong, rounded to their kind."""
     step = lanes(turned)
     for i in range(0, depth, step):
         store_square(corner, transpose(times_all(load_apart(turned, i * width + left, width), factor)))
@@ -306,9 +317,15 @@ def _make_scores(columns: int) -> Any:
         offsets = row_offsets(stride, keys, present)
         width = columns * lanes(scores)
         acc = zeros(scores, many)
-        for i in range(cells):
+        for i in range(min(cells, LONGEST_SUM)):
             acc = outer(acc, load_block(q, i * width, columns), pick(k, offsets, i))
         store_block(scores, 0, acc)
+        for begin in range(LONGEST_SUM, cells, LONGEST_SUM):
+            acc = zeros(scores, many)
+            for i in range(begin, min(begin + LONGEST_SUM, cells)):
+                acc = outer(acc, load_block(q, i * width, columns), pick(k, offsets, i))
+            acc = added_blocks(acc, load_block(scores, 0, many))
+            store_block(scores, 0, acc)
         store_block(sums, 0, rows_maximum(load_block(sums, 0, columns), acc))
         store_block(sums, width, rows_sum(load_block(sums, width, columns), acc))
 
@@ -321,7 +338,7 @@ def _make_values(columns: int) -> Any:
 
     @kernel
     def values_of(weights: Any, v: Any, stride: int, cells: int, out: Any, keep: Any) -> None:
-        """out · keep + weights·v for some components of v."""
+        """Out · keep + weights·v for some components of v."""
         offsets = row_offsets(1, dims, dims)
         width = columns * lanes(out)
         acc = scaled_block(load_block(out, 0, many), load_block(keep, 0, columns))
@@ -379,6 +396,70 @@ def values_of(columns: int, weights: Any, v: Any, stride: int, cells: int, out: 
         values_1(weights, v, stride, cells, out, keep)
 
 
+# The same for few rows: vectors go along the components, of which there are more.
+
+
+@kernel
+def thin_scores(q: Any, k: Any, stride: int, depth: int, present: int, out: Any, corner: Any) -> None:
+    """q·k of one row and as many keys as a vector has lanes, one behind the other; depth in whole vectors."""
+    step = lanes(k)
+    for first in range(0, step, KEYS_AT_ONCE):
+        # The products of each key side by side, to be added up below.
+        own = at(k, min(first, present - 1) * stride)
+        offsets = row_offsets(stride, KEYS_AT_ONCE, max(present - first, 1))
+        acc = zeros(k, KEYS_AT_ONCE)
+        for i in range(0, depth, step):
+            acc = dot_rows(acc, load(q, i), own, offsets, i)
+            for r in range(KEYS_AT_ONCE):
+                fetch(own, (3 * step + r) * stride + i)
+        store_block(corner, first * step, acc)
+    store_block(out, 0, rows_sum(zeros(k, 1), transpose(load_square(corner))))
+
+
+def _make_thin_values(columns: int) -> Any:
+    @kernel
+    def thin_values(
+        weights: Any, width: int, v: Any, stride: int, n: int, out: Any, out_width: int, corner: Any
+    ) -> None:
+        """Out + weights·v of one row and some vectors of v, in one lane of the weights and of out."""
+        step = lanes(v)
+        even, odd = zeros(v, columns), zeros(v, columns)
+        for j in range(0, n - 1, 2):
+            even = outer(even, load_block(v, j * stride, columns), (weights[j * width],))
+            odd = outer(odd, load_block(v, (j + 1) * stride, columns), (weights[(j + 1) * width],))
+            for c in range(columns):
+                fetch(v, (j + 32) * stride + c * step)
+                fetch(v, (j + 33) * stride + c * step)
+        if n % 2:
+            even = outer(even, load_block(v, (n - 1) * stride, columns), (weights[(n - 1) * width],))
+        store_block(corner, 0, added_blocks(even, odd))
+        for i in range(columns * step):
+            out[i * out_width] += corner[i]
+
+    return thin_values
+
+
+thin_values_1, thin_values_4 = _make_thin_values(1), _make_thin_values(4)
+
+
+@kernel
+def thin_values(
+    weights: Any, width: int, v: Any, stride: int, n: int, depth: int, out: Any, out_width: int, keep: Any, corner: Any
+) -> None:
+    """Out · keep + weights·v of one row, in one lane of each; depth in whole vectors."""
+    step = lanes(v)
+    for i in range(depth):
+        out[i * out_width] = out[i * out_width] * keep
+    i = 0
+    while i < depth:
+        if depth - i >= 4 * step:
+            thin_values_4(weights, width, at(v, i), stride, n, at(out, i * out_width), out_width, corner)
+            i += 4 * step
+        else:
+            thin_values_1(weights, width, at(v, i), stride, n, at(out, i * out_width), out_width, corner)
+            i += step
+
+
 # What is added to the scores of a tile, and which of them are visible.
 
 
@@ -409,7 +490,7 @@ def pack_mask(
             store_apart(out, top * width + left, width, transpose(load_square(corner)))
 
 
-def contiguous_mask(out: Any, kind: int) -> bool:
+def contiguous_mask(out: Any, kind: int) -> Any:
     """Whether `mask_vector` reads masks of this kind."""
 
 
@@ -439,12 +520,15 @@ def _mask_vector(out: Any, address: Any, kind: Any, some: Any) -> Any:
 
 
 @kernel
+def bool_number(address: int) -> float:
+    """What one bool adds."""
+    return 0.0 if pointer(address, uint8)[0] else -np.inf
+
+
+@kernel
 def mask_number(out: Any, address: int, kind: int) -> Any:
     """What one element of a mask adds, in the kind of number that out holds."""
-    if kind == BOOL:
-        value = 0.0 if pointer(address, uint8)[0] else -np.inf
-    else:
-        value = number_at(address, kind)
+    value = bool_number(address) if kind == BOOL else number_at(address, kind)
     held = as_kind(out, value)
     return as_kind(out, np.nan) if held == -np.inf and value != -np.inf else held
 

@@ -3,37 +3,90 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._operator import Call, Saved, Upstream, empty, empty_output
-from .._operator import available as fields_of
-from ._sheet import KINDS, Operand, Request, Sheet
+from ..._problem import Problem
+from .._operator import COUNTS, Call, Saved, Upstream, call_of, empty_output, implementation
+from ._sheet import KINDS, NEED_NO_SUMS, Layout, Operand, Request, attend, differentiate
+from ._slots import FIELDS
 
 _KINDS = {getattr(torch, name): kind for name, kind in KINDS.items()}
 
 
-def forward(call: Call, stats: frozenset[str]) -> tuple[Tensor | None, dict[str, Tensor]]:
+def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The output and the fields of the Reading that `stats` names."""
-    fields = {name: empty(call, name, call.q.shape[:-1]) for name in fields_of(call, stats)}
+    q = call.q
+    names, places, measure = _wanted(stats, call.v is None)
+    found: dict[str, Tensor] = {}
+    addresses = [0] * len(FIELDS)
+    rows = q.shape[:-1]
+    if apart:
+        found = {name: torch.empty(rows, dtype=torch.int64 if name in COUNTS else call.wide) for name in names}
+        for name, place in zip(names, places, strict=True):
+            addresses[place] = found[name].data_ptr()
+    elif names:
+        # One piece of memory for all numbers: a tensor takes longer to make than a small problem to solve.
+        numbers = torch.empty((len(FIELDS) - len(COUNTS), *rows), dtype=call.wide)
+        counts = torch.empty((len(COUNTS), *rows), dtype=torch.int64)
+        parts = (*numbers.unbind(), *counts.unbind())
+        step = rows.numel()
+        starts = [numbers.data_ptr() + i * step * numbers.element_size() for i in range(len(FIELDS) - len(COUNTS))]
+        starts += [counts.data_ptr() + i * step * 8 for i in range(len(COUNTS))]
+        for name, place in zip(names, places, strict=True):
+            found[name], addresses[place] = parts[place], starts[place]
     output = wide = None
     if call.v is not None:
-        output = empty_output(call, call.q.dtype)
+        output = empty_output(call, q.dtype)
         if "wide_output" in stats:
             wide = empty_output(call, call.wide)
-    Sheet(_request(call)).attend(
+            found["wide_output"] = wide
+    attend(
+        _request(call),
         None if output is None else operand(output),
         0 if wide is None else wide.data_ptr(),
-        {name: x.data_ptr() for name, x in fields.items()},
+        addresses,
+        measure=measure,
     )
-    if wide is not None:
-        fields["wide_output"] = wide
-    return output, fields
+    return output, found
+
+
+def laid_out(problem: Problem) -> tuple[Operand, Operand, Operand, Layout, tuple[Operand, Operand] | None] | None:
+    """The operands of a problem as a kernel sees them and the layout of its output; None if any had to be copied."""
+    call = call_of(problem, problem.batch)
+    q, k, v = call.q, call.k, call.v
+    if (
+        v is None
+        or problem.v is None
+        or any(x.data_ptr() != own.data_ptr() for x, own in ((q, problem.q), (k, problem.k), (v, problem.v)))
+    ):
+        return None
+    out = empty_output(call, q.dtype)
+    if not out.is_contiguous():
+        return None
+    rows = None
+    if call.first is not None and call.stop is not None and problem.bounds is not None:
+        if (
+            call.first.data_ptr() != problem.bounds.first.data_ptr()
+            or call.stop.data_ptr() != problem.bounds.stop.data_ptr()
+        ):
+            return None
+        rows = (operand(call.first), operand(call.stop))
+    return operand(q), operand(k), operand(v), operand(out).layout, rows
+
+
+@lru_cache(maxsize=64)
+def _wanted(stats: frozenset[str], no_values: bool) -> tuple[list[str], list[int], bool]:
+    """The fields to fill and their places, and whether they need sums of their own."""
+    names = [name for name in FIELDS if name in stats and not (name == "output_norm" and no_values)]
+    return names, [FIELDS.index(name) for name in names], not NEED_NO_SUMS.issuperset(names)
 
 
 def _request(call: Call) -> Request:
+    scale = call.scale
     return Request(
         q=operand(call.q),
         k=operand(call.k),
@@ -41,8 +94,8 @@ def _request(call: Call) -> Request:
         mask=None if call.mask is None else operand(call.mask),
         first=None if call.first is None else operand(call.first),
         stop=None if call.stop is None else operand(call.stop),
-        scale=_numbers(call.scale),
-        sinks=None if call.sinks is None else _numbers(call.sinks),
+        scale=scale.item() if scale.numel() == 1 else scale.detach().double().numpy(),
+        sinks=None if call.sinks is None else call.sinks.detach().double().numpy(),
         seed=0 if call.seed is None else int(call.seed),
         softcap=call.softcap or 0.0,
         dropout_p=call.dropout_p,
@@ -51,12 +104,8 @@ def _request(call: Call) -> Request:
 
 
 def operand(x: Tensor) -> Operand:
-    """Where a tensor is; the caller keeps it alive."""
-    return Operand(x.data_ptr(), tuple(x.shape), x.stride(), _KINDS.get(x.dtype, 0))
-
-
-def _numbers(x: Tensor) -> Any:
-    return x.detach().double().numpy()
+    """A tensor as a kernel sees it."""
+    return Operand(x.data_ptr(), Layout(x.shape, x.stride(), _KINDS.get(x.dtype, 0)))
 
 
 def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:
@@ -89,25 +138,27 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
             "expected_score": saved.expected_score,
             "collision": saved.collision,
             **arriving,
+            "pull_rows": pull,
+            "flow_rows": flow,
+            "pressure_rows": pressure,
         }.items()
         if x is not None and x.numel()
     }
-    sheet = Sheet(_request(call))
-    done = sheet.differentiate(
+    done = differentiate(
+        _request(call),
         None if grad is None else operand(grad),
         operand(saved.output),
         {name: x.data_ptr() for name, x in per_row.items()},
-        {"pull_rows": pull.data_ptr(), "flow_rows": flow.data_ptr(), "pressure_rows": pressure.data_ptr()},
-        operand(to_q),
-        operand(to_k),
-        None if v is None else operand(to_v),
-        None if bias is None else operand(to_mask),
+        (
+            operand(to_q),
+            operand(to_k),
+            None if v is None else operand(to_v),
+            None if bias is None else operand(to_mask),
+        ),
         extra=any(x is not None for x in arriving.values()),
     )
     if not done:
         # Numbers that are not finite, where 0 · NaN must be 0: exact in plain operations only.
-        from .._operator import implementation
-
         return implementation("torch").backward(call, saved, upstream, bias_too=bias_too)
     if saved.gradients.numel():
         # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.

@@ -37,7 +37,7 @@ ROWS_AT_ONCE = 2**13
 """Query rows of all heads that are finished together: many, for a row costs little and a call to torch does not."""
 
 
-def forward(call: Call, stats: frozenset[str]) -> tuple[Tensor | None, dict[str, Tensor]]:
+def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:  # noqa: ARG001
     q, v = call.q, call.v
     wanted = available(call, stats)
     parts = frozenset(part for name in wanted for part in PARTS_FOR.get(name, ()))
