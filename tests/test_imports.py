@@ -36,7 +36,7 @@ ARROWS = {
         "_reading",
         "_state",
     },
-    "_attend": {"_errors", "_arrays", "_problem", "_reading", "_backends"},
+    "_attend": {"_again", "_errors", "_arrays", "_problem", "_reading", "_backends"},
     "_finding": {"_reading", "_vitals"},
     "_symptoms": {"_finding", "_vitals"},
     "_diagnose": {"_finding", "_symptoms", "_vitals"},
@@ -56,6 +56,10 @@ ARROWS = {
         "_vitals",
     },
     "_progress": set(),
+    "_again": {"_arrays"},
+    "_machine": {"__version__"},
+    "_doctor": {"_attend", "_backends", "_errors", "_machine", "_progress", "testing"},
+    "_bench": {"_attend", "_backends", "_errors", "_machine", "_models", "_progress", "_watch"},
     "_gguf": {"_errors", "_progress"},
     "_models": {"_errors", "_gguf", "_progress"},
     "nn": {
@@ -99,6 +103,9 @@ ARROWS = {
     },
     "cli": {
         "__version__",
+        "_bench",
+        "_doctor",
+        "_machine",
         "_checkup",
         "_errors",
         "_finding",
@@ -126,18 +133,91 @@ ARROWS = {
 }
 
 
-def test_heavy_libraries_stay_out():
-    code = f"""
+# Whoever asks for one of them, to see whether it is there, is told; whoever imports it is not served.
+FORBID = f"""
 import sys
+from importlib.machinery import PathFinder
 class Forbid:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {HEAVY}:
-            raise AssertionError(name + " was imported")
+            found = PathFinder.find_spec(name, path)
+            if found is not None:
+                found.loader = self
+            return found
+    def create_module(self, spec):
+        raise AssertionError(spec.name + " was imported")
+    def exec_module(self, module):
+        pass
 sys.meta_path.insert(0, Forbid())
+"""
+
+
+def test_heavy_libraries_stay_out():
+    code = f"""{FORBID}
 import numpy as np, attemper
 x = np.ones((2, 3, 4), dtype=np.float32)
 attemper.attend(x, x, x, backend="numpy"), attemper.read(x, x, backend="numpy"), attemper.trace(x, x, x)
 attemper.Vitals.of(attemper.read(x, x, backend="numpy")).to_scalars()
+assert not set(sys.modules) & set({HEAVY})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_heavy_libraries_would_have_been_seen():
+    done = subprocess.run([sys.executable, "-c", f"{FORBID}import rich"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("AssertionError: rich was imported\n")
+
+
+WITHOUT_NUMBA = {
+    # As where it is not installed, and as some people switch a library off.
+    "not found": """
+from importlib.machinery import PathFinder
+class Elsewhere(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in ("numba", "llvmlite") else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Elsewhere
+""",
+    "switched off": "sys.modules['numba'] = sys.modules['llvmlite'] = None",
+}
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize("way", WITHOUT_NUMBA)
+def test_without_numba_there_is_another_road(way, framework):
+    code = f"""
+import sys
+{WITHOUT_NUMBA[way]}
+import {framework} as xp, attemper
+x = xp.ones((2, 3, 4))
+output, reading = attemper.attend(x, x, x)
+assert reading.backend == "{framework}", reading.backend
+assert (output == 1).all()
+try:
+    attemper.attend(x, x, x, backend="cpu")
+except attemper.BackendError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "backend 'cpu' cannot take this call: it needs Numba: pip install 'attemper[cpu]'.",
+        "  Pass backend='auto' to let the operands choose.",
+    ]
+
+
+def test_the_kernels_come_with_numpy_alone():
+    # Numba is there, torch is not.
+    code = """
+import sys
+sys.modules["torch"] = None
+import numpy as np, attemper
+x = np.random.default_rng(0).standard_normal((2, 5, 4))
+output, reading = attemper.attend(x, x, x, is_causal=True)
+assert reading.backend == "cpu"
+wanted = attemper.attend(x, x, x, is_causal=True, backend="reference").output
+assert abs(output - wanted).max() < 1e-14 < abs(wanted).max()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from ._arrays import Array, torch_is_plain
 
-Repeat = Callable[[Array, Array, Array], Any]
-"""From q, k and v to what `attend` returns, or to None where they turn out to need the long way."""
+Repeat = Callable[..., Any]
+"""From q, k and perhaps v to what `attend` or `read` returns, or to None where they turn out to need the long way."""
 
 MOST = 128
 """Calls to remember: more than a model has kinds of layers."""
@@ -23,33 +23,36 @@ MOST = 128
 _repeats: dict[Any, Repeat] = {}
 
 
-def key_of(q: Array, k: Array, v: Array, options: tuple[Any, ...]) -> Any:
-    """All that such a call follows from but the numbers in q, k and v; None where there may be more to it."""
+def key_of(operands: tuple[Array, ...], options: tuple[Any, ...]) -> Any:
+    """All that such a call follows from but the numbers in its operands; None where there may be more to it."""
     # As keys 1, 1.0 and True are the same, but not equally right; and what is no plain value may change.
     kinds = tuple(map(type, options))
     if not _PLAIN.issuperset(kinds):
         return None
-    kind = type(q)
-    if kind is not type(k) or kind is not type(v):
-        return None
     torch = sys.modules.get("torch")
+    kind = type(operands[0])
     if kind is np.ndarray:
-        threads = 0 if torch is None else torch.get_num_threads()
-        layouts = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
-        return (layouts, options, kinds, threads)
+        key = [options, kinds, 0 if torch is None else torch.get_num_threads()]
+        for x in operands:
+            if type(x) is not kind:
+                return None
+            key += (x.shape, x.strides, x.dtype)
+        return tuple(key)
     # Not isinstance: a subclass may do anything.
-    if torch is None or kind is not torch.Tensor or not torch_is_plain(torch):
+    if torch is None or kind is not torch.Tensor or not torch_is_plain(torch) or torch.is_autocast_enabled("cpu"):
         return None
-    if not (q.is_cpu and k.is_cpu and v.is_cpu) or torch.is_autocast_enabled("cpu"):
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    if q.is_neg() or k.is_neg() or v.is_neg() or torch._C._autograd._profiler_enabled():  # noqa: SLF001
-        return None  # what is negative only when read, and whoever counts operators
-    if not (q.layout is k.layout is v.layout is torch.strided) or q.is_nested or k.is_nested or v.is_nested:
-        return None
-    layouts = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
-    return (layouts, options, kinds, torch.get_num_threads())
+    if torch._C._autograd._profiler_enabled():  # noqa: SLF001
+        return None  # somebody counts operators
+    key = [options, kinds, torch.get_num_threads()]
+    recorded, strided = torch.is_grad_enabled(), torch.strided
+    for x in operands:
+        # One that is negative only when it is read has to be made so first.
+        if type(x) is not kind or not x.is_cpu or x.is_neg() or x.is_nested or x.layout is not strided:
+            return None
+        if recorded and x.requires_grad:
+            return None
+        key += (x.shape, x.stride(), x.dtype)
+    return tuple(key)
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))

@@ -133,9 +133,8 @@ def attend(
     """
     key = None
     if attn_mask is None and key_lengths is None and cu_seqlens is None and sinks is None and not dropout_p:
-        sides = (None, None) if window is None else window if type(window) is tuple and len(window) == 2 else (..., ...)
-        offset, numbers = query_offset, (scale, softcap, dropout_p, seed)
-        key = key_of(q, k, v, (is_causal, offset, *sides, *numbers, enable_gqa, stats, differentiable, backend))
+        numbers = (scale, softcap, dropout_p, seed, is_causal, query_offset, enable_gqa)
+        key = key_of((q, k, v), (*_sides(window), *numbers, stats, differentiable, backend))
         repeat = None if key is None else remembered(key)
         again = None if repeat is None else repeat(q, k, v)
         if again is not None:
@@ -193,6 +192,14 @@ def read(
     >>> bool((read(q, k).entropy > read(q, k, scale="unscaled").entropy).all())
     True
     """
+    key = None
+    if attn_mask is None and key_lengths is None and cu_seqlens is None and sinks is None and not dropout_p:
+        numbers = (scale, softcap, dropout_p, seed, is_causal, query_offset, enable_gqa)
+        key = key_of((q, k), (*_sides(window), *numbers, stats, differentiable, backend))
+        repeat = None if key is None else remembered(key)
+        again = None if repeat is None else repeat(q, k)
+        if again is not None:
+            return again  # type: ignore[no-any-return]
     q, k = _given(q, k)
     problem = pose(
         q,
@@ -211,7 +218,10 @@ def read(
         seed=seed,
         enable_gqa=enable_gqa,
     )
-    return _run(problem, stats, differentiable, backend)[1]
+    reading = _run(problem, stats, differentiable, backend)[1]
+    if key is not None and not differentiable and reading.backend == "cpu" and stats == "all":
+        _remember(key, problem, stats)
+    return reading
 
 
 def scaled_dot_product_attention(
@@ -376,6 +386,13 @@ def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> 
     return output, reading_of(fields, backend=name, rows=rows, awaited=awaited)
 
 
+def _sides(window: Any) -> tuple[Any, Any]:
+    """A window as two plain values; what is none makes no key."""
+    if window is None:
+        return None, None
+    return (window[0], window[1]) if type(window) is tuple and len(window) == 2 else (window, window)
+
+
 def _remember(key: Any, problem: Problem, stats: Stats) -> None:
     """Keep how to repeat a call, where the backend can."""
     wanted = choose(stats)
@@ -384,15 +401,15 @@ def _remember(key: Any, problem: Problem, stats: Stats) -> None:
         return
     awaited = tuple([field for field in AFTER_BACKWARD if field in wanted])
     nothing = reading_of({}, backend="cpu", rows=again.rows, awaited=awaited)
+    problem_has_no_values = problem.v is None
 
-    def repeat(q: Array, k: Array, v: Array) -> Attended | None:
-        found = again(q, k, v)
+    def repeat(*operands: Array) -> Any:
+        found = again(*operands)
         if found is None:
             return None
         output, together = found
-        if together is None:
-            return Attended(output, nothing)
-        return Attended(output, reading_together(together, backend="cpu", awaited=awaited))
+        reading = nothing if together is None else reading_together(together, backend="cpu", awaited=awaited)
+        return reading if problem_has_no_values else Attended(output, reading)
 
     remember(key, repeat)
 

@@ -96,7 +96,7 @@ def forward(case: Case, settings: Settings, shape: Shape, *, all_ways: bool, lim
 
 
 def _checks(timing: Timing, limits: dict[str, float]) -> list[Check]:
-    found = [Check("speed", timing.ratio(FUSED, OURS), limits["speed"], True)]
+    found = [Check("speed", timing.ratio(FUSED, OURS), limits["speed"], True, target=limits.get("target"))]
     if "statistics" in limits:
         found.append(Check("statistics", timing.ratio(OURS, BARE) - 1, limits["statistics"], False, "%"))
     if "read" in limits:

@@ -22,6 +22,7 @@ HEADS = {512: 8, 2048: 4, 8192: 2}
 """Of a length, so that a call takes long enough and not too long."""
 
 FORWARD = {"float32": 1.10, "bfloat16": 1.30}
+TARGETS = {("float32", False): 1.25, ("float32", True): 1.4, ("bfloat16", False): 2.0, ("bfloat16", True): 2.0}
 BACKWARD = {"float32": 1.10, "bfloat16": 1.0}
 READ = 0.65
 STATISTICS, STATISTICS_OF_FEW = 0.05, 0.10
@@ -52,6 +53,7 @@ def _forward(levels: list[int], most: int) -> Iterator[Case]:
         few = is_causal and length <= 512
         limits = {
             "speed": FORWARD[dtype],
+            "target": TARGETS[dtype, is_causal],
             "statistics": STATISTICS_OF_FEW if few else STATISTICS,
             "read": READ,
         }

@@ -29,6 +29,8 @@ class Check:
     limit: float
     at_least: bool
     unit: str = "×"
+    target: float | None = None
+    """What is hoped for, beyond what is required."""
 
     @property
     def met(self) -> bool:

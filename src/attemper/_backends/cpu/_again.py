@@ -22,7 +22,7 @@ class Again:
     def __init__(self, problem: Problem, planned: Plan, bounds: tuple[Operand, Operand] | None, *, stats: bool) -> None:
         rows = (*problem.batch, problem.heads, problem.queries)
         self.rows = rows[1:] if problem.one_head else rows
-        self.out_shape = (*self.rows, problem.value_dim)
+        self.out_shape = None if problem.v is None else (*self.rows, problem.value_dim)
         self.stats = stats
         self.workers = workers_for(planned.tasks, planned.products)
         self.room = planned.scratch * self.workers
@@ -52,19 +52,22 @@ class Again:
             self.empty, self.integer, self.address = torch.empty, torch.int64, torch.Tensor.data_ptr
         self.dtype = problem.q.dtype
 
-    def __call__(self, q: Array, k: Array, v: Array) -> tuple[Array, Together | None] | None:
+    def __call__(self, q: Array, k: Array, v: Array | None = None) -> tuple[Array | None, Together | None] | None:
         desk, address = desk_with(self.size), self.address
         desk.words[:] = self.words
-        output = self.empty(self.out_shape, dtype=self.dtype)
         # One by one through this view: through the array each takes three times as long.
         view = desk.view
         view[_SCRATCH], view[_SUSPECT] = desk.scratch, desk.scratch + self.room
-        view[_Q], view[_K], view[_V], view[_OUT] = address(q), address(k), address(v), address(output)
+        view[_Q], view[_K] = address(q), address(k)
+        output = None
+        if v is not None:
+            output = self.empty(self.out_shape, dtype=self.dtype)
+            view[_V], view[_OUT] = address(v), address(output)
         together = None
         if self.stats:
             memory = self.empty(self.memory_words, dtype=self.integer)
             np.add(self.offsets, address(memory), out=desk.fields)
-            together = Together(memory, self.rows, self.wide, values=True)
+            together = Together(memory, self.rows, self.wide, values=v is not None)
         if self.workers == 1:
             self.alone(desk.address)
         else:
@@ -79,7 +82,7 @@ _Q, _K, _V, _OUT = slot.Q, slot.K, slot.V, slot.OUT
 
 def again(problem: Problem, stats: frozenset[str]) -> Again | None:
     """How to repeat a call on operands that lie in memory as these do; None for one that is not so simple."""
-    simple = problem.mask is None and problem.sinks is None and not problem.dropout_p and problem.v is not None
+    simple = problem.mask is None and problem.sinks is None and not problem.dropout_p
     if not simple or not isinstance(problem.scale, float) or not math.prod(problem.q.shape[:-1]):
         return None
     if problem.framework == "numpy":
@@ -95,7 +98,14 @@ def again(problem: Problem, stats: frozenset[str]) -> Again | None:
     q, k, v, out, bounds = found
     options = (problem.softcap or 0.0, 0.0, math.prod(problem.batch), bool(stats), problem.scale > 0)
     planned = plan(
-        q.layout, k.layout, v.layout, out, None, None if bounds is None else bounds[0].layout, options, threads()
+        q.layout,
+        k.layout,
+        None if v is None else v.layout,
+        out,
+        None,
+        None if bounds is None else bounds[0].layout,
+        options,
+        threads(),
     )
     if planned.splits > 1:
         return None

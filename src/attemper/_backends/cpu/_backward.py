@@ -18,6 +18,7 @@ from . import _slots as slot
 from ._compile import kernel
 from ._forward import BYTES, LN2, clear_rows, lay_mask, merge_moments, open_panel, seen_of, tile_counts
 from ._simd import (
+    address_of,
     as_indices,
     at,
     count_up,
@@ -63,6 +64,8 @@ from ._slots import (
 from ._target import COLUMNS, KEY_TILE, PANELS
 from ._tile import (
     KEYS_AT_ONCE,
+    RETURN_COLUMNS,
+    RETURN_KEYS,
     dress,
     drop,
     find_rows,
@@ -71,8 +74,8 @@ from ._tile import (
     lowest,
     pack_rows,
     pack_turned,
-    returned_1,
-    returned_2,
+    returned_one,
+    returned_wide,
     scores_of,
     values_of,
     write_some,
@@ -191,6 +194,20 @@ def field_at(d: Any, field: int, row: int, like: Any) -> Any:
 
 
 @kernel
+def turn_back(
+    turned: Any, out: Any, width: int, n: int, depth: int, deep: int, state: Any, factor: int, room: Any
+) -> None:
+    """Rows of whole vectors from turned[i][row], each times a part of the state; 0 behind the last component."""
+    step, number = lanes(turned), BYTES // lanes(turned)
+    for i in range(0, n * deep, step):
+        store(out, i, spread_as(out, 0))
+    find_rows(room.addresses, address_of(out), 0, n, width, n + 1, 0, deep, number)
+    for left in range(0, width, step):
+        factors, some, kind = load(state, factor * width + left), min(step, n - left), F64 if number == 8 else F32
+        write_turned(turned, width, left, some, depth, factors, room.corner, room.addresses, kind)
+
+
+@kernel
 def open_backward(d: Any, f: Any, room: Any, panel: Any, batch: int, head: int, like: Any) -> tuple[int, int]:
     """Lay out the rows of a panel and their constants. The keys that any of them sees."""
     low, high = open_panel(d, room, panel, batch, head, like)
@@ -208,11 +225,7 @@ def open_backward(d: Any, f: Any, room: Any, panel: Any, batch: int, head: int, 
     clear_rows(panel.to_q, depth, width)
     deep, value_deep = (depth + step - 1) // step * step, (max(value_depth, 0) + step - 1) // step * step
     # q by rows, with the scale, for the gradient of k.
-    for r in range(panel.n):
-        for i in range(0, deep, step):
-            store(panel.rows, r * deep + i, spread_as(like, 0))
-        for i in range(depth):
-            panel.rows[r * deep + i] = panel.turned[i * width + r] * state[UNIT * width + r]
+    turn_back(panel.turned, panel.rows, width, panel.n, depth, deep, state, UNIT, room)
     if value_depth >= 0 and d[slot.GRAD] != 0:
         item, rows = item_size(d[slot.KIND]), room.addresses
         base = d[slot.GRAD] + (batch * d[slot.GRAD_BATCH] + head * d[slot.GRAD_HEAD]) * item
@@ -236,11 +249,7 @@ def open_backward(d: Any, f: Any, room: Any, panel: Any, batch: int, head: int, 
                     pull = fma(load(panel.turned_grad, place), load(own, i * width + left), pull)
                     store(panel.turned_grad, place, load(panel.turned_grad, place) * per_kept)
                 store(state, PULL * width + left, pull)
-        for r in range(panel.n):
-            for i in range(0, value_deep, step):
-                store(panel.grad_rows, r * value_deep + i, spread_as(like, 0))
-            for i in range(value_depth):
-                panel.grad_rows[r * value_deep + i] = panel.turned_grad[i * width + r]
+        turn_back(panel.turned_grad, panel.grad_rows, width, panel.n, value_depth, value_deep, state, KEEP, room)
     sinks = pointer(d[slot.SINKS], float64)
     for i in range(panel.n):
         own_head = head + (panel.begin + i) // queries
@@ -346,16 +355,17 @@ def give_back(
 ) -> None:
     """Add tileᵀ·rows to the gradients of some keys."""
     step = lanes(tile)
-    for j in range(0, keys, KEYS_AT_ONCE):
-        present = min(KEYS_AT_ONCE, keys - j)
+    for j in range(0, keys, RETURN_KEYS):
+        present = min(RETURN_KEYS, keys - j)
         here = at(tile, j * width)
         i = 0
         while i < depth:
-            if depth - i > step:
-                returned_2(here, width, n, at(rows, i), deep, present, at(out, j * stride + i), stride)
-                i += 2 * step
+            there = at(out, j * stride + i)
+            if depth - i > (RETURN_COLUMNS - 1) * step:
+                returned_wide(here, width, n, at(rows, i), deep, present, there, stride)
+                i += RETURN_COLUMNS * step
             else:
-                returned_1(here, width, n, at(rows, i), deep, present, at(out, j * stride + i), stride)
+                returned_one(here, width, n, at(rows, i), deep, present, there, stride)
                 i += step
 
 

@@ -8,11 +8,10 @@ import sys
 import threading
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import llvmlite.binding as llvm
 
 from ..._progress import tell
 from ._target import target, target_machine
@@ -46,11 +45,12 @@ def address(kernel: str) -> int:
 def _object_code(kernel: str) -> bytes:
     path = cache_file(kernel)
     with suppress(OSError):
-        return path.read_bytes()
+        kept = path.read_bytes()
+        # LLVM would take the process down with a file that was cut short.
+        if kept[:_SEAL] == _seal(kept[_SEAL:]):
+            return kept[_SEAL:]
     stage = f"Compiling {kernel} for {target().instructions}, once on this machine"
     tell(stage, 0, 1)
-    from importlib import import_module
-
     from ._compile import object_code
 
     module = next(name for name, kernels in KERNELS.items() if kernel in kernels)
@@ -60,13 +60,22 @@ def _object_code(kernel: str) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Under another name first, so that nobody ever reads half a file.
         unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        unfinished.write_bytes(code)
+        unfinished.write_bytes(_seal(code) + code)
         unfinished.replace(path)
     tell(stage, 1, 1)
     return code
 
 
+_SEAL = 32
+
+
+def _seal(code: bytes) -> bytes:
+    return hashlib.sha256(code).digest()
+
+
 def _load(code: bytes) -> int:
+    import llvmlite.binding as llvm
+
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

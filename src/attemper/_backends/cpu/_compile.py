@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -15,6 +16,7 @@ from numba import njit, types
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_machinery import register_pass
 from numba.core.typed_passes import NativeLowering
+from numba.extending import overload
 
 from ._code import ENTRY
 from ._target import target_machine
@@ -23,6 +25,9 @@ from ._target import target_machine
 def _part_of(library_class: Any) -> Any:
     class Part(library_class):  # type: ignore[misc]
         """Code that is only ever linked into other code, and optimised there."""
+
+        def _optimize_functions(self, ll_module: Any) -> None:
+            ll_module.data_layout = self._codegen._data_layout  # noqa: SLF001
 
         def finalize(self) -> None:
             for library in dict.fromkeys(self._linking_libraries):
@@ -58,11 +63,37 @@ class _PartCompiler(CompilerBase):  # type: ignore[misc]
         return [pipeline]
 
 
+OPTIONS: dict[str, Any] = {
+    "error_model": "numpy",
+    "no_cfunc_wrapper": True,
+    "no_cpython_wrapper": True,
+    "no_rewrites": True,
+    "pipeline_class": _PartCompiler,
+}
+"""Of every function in a kernel: they take and return no Python objects and cannot raise."""
+
+
 def kernel(function: Callable[..., Any]) -> Any:
-    """The decorator of every function in a kernel. They take and return no Python objects and cannot raise."""
-    return njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler)(
-        function
-    )
+    """The decorator of the functions in a kernel."""
+    return njit(**OPTIONS)(function)
+
+
+def by_kind(stub: Callable[..., Any]) -> Callable[..., Any]:
+    """Choose what a function is by the kinds of its arguments: Numba's overload, which wants no annotations."""
+
+    def register(choose: Callable[..., Any]) -> Callable[..., Any]:
+        choose.__annotations__.clear()
+
+        @wraps(choose)
+        def chosen(*kinds: Any) -> Any:
+            function = choose(*kinds)
+            function.__annotations__.clear()
+            return function
+
+        overload(stub, jit_options=OPTIONS)(chosen)
+        return choose
+
+    return register
 
 
 def object_code(function: Any) -> bytes:
@@ -89,7 +120,7 @@ def object_code(function: Any) -> bytes:
             part.linkage = "internal"
     machine = target_machine()
     module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
     missing = [f.name for f in module.functions if f.is_declaration and re.match(r"(_ZN|numba|NRT|Py|_Py)", f.name)]

@@ -8,13 +8,12 @@ import numpy as np
 from numba import float32, float64, int64, types, uint32, uint64
 
 from . import _slots as slot
-from ._compile import kernel
+from ._compile import by_kind, kernel
 from ._simd import (
     address_of,
     any_lane,
     as_indices,
     at,
-    by_kind,
     count_up,
     exp2,
     first_lane,

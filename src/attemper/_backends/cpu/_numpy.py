@@ -46,27 +46,26 @@ def run_arrays(problem: Problem, stats: frozenset[str]) -> tuple[Array | None, d
     return output, {name: found[name] for name in names}
 
 
-def laid_out(problem: Problem) -> tuple[Operand, Operand, Operand, Layout, tuple[Operand, Operand] | None] | None:
+def laid_out(
+    problem: Problem,
+) -> tuple[Operand, Operand, Operand | None, Layout | None, tuple[Operand, Operand] | None] | None:
     """The operands of a problem as a kernel sees them and the layout of its output; None if any had to be copied."""
     batch = problem.batch
-    operands = [_fold(x, batch) for x in (problem.q, problem.k, problem.v)]
-    if any(
-        address_in_memory(x) != address_in_memory(own)
-        for x, own in zip(operands, (problem.q, problem.k, problem.v), strict=True)
-    ):
+    given = [x for x in (problem.q, problem.k, problem.v) if x is not None]
+    folded = [_fold(x, batch) for x in given]
+    if any(address_in_memory(x) != address_in_memory(own) for x, own in zip(folded, given, strict=True)):
         return None
-    q, k, v = operands
-    bounds = problem.bounds
     rows = None
-    if bounds is not None:
-        first, stop = _fold_rows(bounds.first, batch), _fold_rows(bounds.stop, batch)
-        if address_in_memory(first) != address_in_memory(bounds.first) or address_in_memory(stop) != address_in_memory(
-            bounds.stop
-        ):
+    if problem.bounds is not None:
+        own = [_fold_rows(x, batch) for x in problem.bounds]
+        if any(address_in_memory(x) != address_in_memory(y) for x, y in zip(own, problem.bounds, strict=True)):
             return None
-        rows = (operand(first), operand(stop))
-    out = np.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype)
-    return operand(q), operand(k), operand(v), operand(out).layout, rows
+        rows = (operand(own[0]), operand(own[1]))
+    q, k, *values = map(operand, folded)
+    if not values:
+        return q, k, None, None, rows
+    out = np.empty((*folded[0].shape[:3], folded[2].shape[3]), dtype=folded[0].dtype)
+    return q, k, values[0], operand(out).layout, rows
 
 
 def operand(x: Array) -> Operand:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -33,7 +33,7 @@ from numba import types
 from numba.core.typing import signature
 from numba.core.typing.templates import AbstractTemplate, infer_global
 from numba.extending import intrinsic as numba_intrinsic
-from numba.extending import lower_builtin, models, overload, register_model
+from numba.extending import lower_builtin, models, register_model
 
 from ._target import target
 
@@ -46,24 +46,6 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 def counted(function: Callable[..., Any]) -> Any:
     """The same for one of whose arguments the value is known when it is compiled: a count."""
     return numba_intrinsic(prefer_literal=True)(function)
-
-
-def by_kind(stub: Callable[..., Any]) -> Callable[..., Any]:
-    """Choose what a function is by the kinds of its arguments: Numba's overload, which wants no annotations."""
-
-    def register(choose: Callable[..., Any]) -> Callable[..., Any]:
-        choose.__annotations__.clear()
-
-        @wraps(choose)
-        def chosen(*kinds: Any) -> Any:
-            function = choose(*kinds)
-            function.__annotations__.clear()
-            return function
-
-        overload(stub)(chosen)
-        return choose
-
-    return register
 
 
 class Vector(types.Type):  # type: ignore[misc]

@@ -6,8 +6,6 @@ import os
 from functools import cache
 from typing import Any, NamedTuple
 
-import llvmlite.binding as llvm
-
 COLUMNS = 3
 """Vectors of query rows in a panel, at most."""
 PANELS = 4
@@ -51,6 +49,8 @@ class Target(NamedTuple):
 @cache
 def target() -> Target:
     """This processor, or the one that NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say, as Numba has it."""
+    import llvmlite.binding as llvm
+
     named = os.environ.get("NUMBA_CPU_NAME") or None
     flags = os.environ.get("NUMBA_CPU_FEATURES")
     if flags is None:
@@ -71,6 +71,8 @@ def target() -> Target:
 
 def target_machine() -> Any:
     """LLVM's idea of the processor."""
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     own = target()

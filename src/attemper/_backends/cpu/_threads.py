@@ -64,7 +64,7 @@ def run(kernel: int, sheet: int, workers: int) -> None:
     if workers == 1:
         function_at(kernel)(sheet)
         return
-    parallel = _torch_parallel() if "torch" in sys.modules else None
+    parallel = _torch_parallel()
     if parallel is not None:
         parallel(kernel, sheet, workers, 0)
         return
@@ -81,11 +81,15 @@ def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers - 1, thread_name_prefix="attemper")
 
 
-@cache
 def _torch_parallel() -> Any:
-    """GOMP_parallel of the OpenMP library that torch computes with; None where it has another."""
-    torch = sys.modules["torch"]
-    library = Path(str(torch.__file__)).parent / "lib" / "libtorch_cpu.so"
+    """GOMP_parallel of the OpenMP library that torch computes with; None without torch, or where it has another."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else _parallel_of(str(torch.__file__))
+
+
+@cache
+def _parallel_of(torch_file: str) -> Any:
+    library = Path(torch_file).parent / "lib" / "libtorch_cpu.so"
     try:
         # A symbol is looked for in the library and in those that it was linked with.
         parallel = ctypes.CDLL(str(library)).GOMP_parallel
@@ -100,6 +104,6 @@ def runner() -> str:
     """Whose threads they are, in words."""
     if _forked:
         return "one thread, after a fork"
-    if "torch" in sys.modules and _torch_parallel() is not None:
+    if _torch_parallel() is not None:
         return "torch's OpenMP threads"
     return "threads of its own"

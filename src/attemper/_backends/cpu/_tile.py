@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int64, types, uint8, uint16, uint32, uint64
 
-from ._compile import kernel
+from ._compile import by_kind, kernel
 from ._simd import (
     added_blocks,
     address_of,
     at,
     bits_of,
-    by_kind,
     dot_rows,
     fetch,
     lanes,
@@ -349,8 +348,13 @@ def _make_values(columns: int) -> Any:
     return values_of
 
 
+RETURN_KEYS = 6
+RETURN_COLUMNS = 4 if target().registers == 32 else 2
+"""Keys and vectors of components whose gradients are in registers at once: they and their operands fill them."""
+
+
 def _make_returns(columns: int) -> Any:
-    keys = KEYS_AT_ONCE
+    keys = RETURN_KEYS
     many = columns * keys
 
     @kernel
@@ -369,7 +373,7 @@ def _make_returns(columns: int) -> Any:
     return returned
 
 
-returned_1, returned_2 = _make_returns(1), _make_returns(2)
+returned_one, returned_wide = _make_returns(1), _make_returns(RETURN_COLUMNS)
 scores_1, scores_2, scores_3 = (_make_scores(columns) for columns in (1, 2, 3))
 values_1, values_2, values_3 = (_make_values(columns) for columns in (1, 2, 3))
 

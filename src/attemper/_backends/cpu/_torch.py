@@ -54,28 +54,22 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
     return output, found
 
 
-def laid_out(problem: Problem) -> tuple[Operand, Operand, Operand, Layout, tuple[Operand, Operand] | None] | None:
+def laid_out(
+    problem: Problem,
+) -> tuple[Operand, Operand, Operand | None, Layout | None, tuple[Operand, Operand] | None] | None:
     """The operands of a problem as a kernel sees them and the layout of its output; None if any had to be copied."""
     call = call_of(problem, problem.batch)
-    q, k, v = call.q, call.k, call.v
-    if (
-        v is None
-        or problem.v is None
-        or any(x.data_ptr() != own.data_ptr() for x, own in ((q, problem.q), (k, problem.k), (v, problem.v)))
-    ):
+    given = (problem.q, problem.k, problem.v, *(problem.bounds or (None, None)))
+    pairs = zip((call.q, call.k, call.v, call.first, call.stop), given, strict=True)
+    if any(x is not None and x.data_ptr() != own.data_ptr() for x, own in pairs):
         return None
-    out = empty_output(call, q.dtype)
+    rows = None if call.first is None or call.stop is None else (operand(call.first), operand(call.stop))
+    if call.v is None:
+        return operand(call.q), operand(call.k), None, None, rows
+    out = empty_output(call, call.q.dtype)
     if not out.is_contiguous():
         return None
-    rows = None
-    if call.first is not None and call.stop is not None and problem.bounds is not None:
-        if (
-            call.first.data_ptr() != problem.bounds.first.data_ptr()
-            or call.stop.data_ptr() != problem.bounds.stop.data_ptr()
-        ):
-            return None
-        rows = (operand(call.first), operand(call.stop))
-    return operand(q), operand(k), operand(v), operand(out).layout, rows
+    return operand(call.q), operand(call.k), operand(call.v), operand(out).layout, rows
 
 
 @lru_cache(maxsize=64)
