@@ -675,8 +675,10 @@ def _entry(task: Any, kind: Any) -> Any:
     @kernel
     def work(address: int) -> None:
         d, f = pointer(address, int64), pointer(address, float64)
-        scratch = d[slot.SCRATCH] + count_up(d, slot.WORKER) * d[slot.SCRATCH_BYTES]
         number = count_up(d, slot.TASK)
+        if number >= d[slot.TASKS]:
+            return
+        scratch = d[slot.SCRATCH] + count_up(d, slot.WORKER) * d[slot.SCRATCH_BYTES]
         while number < d[slot.TASKS]:
             task(d, f, number, scratch, pointer(0, kind))
             number = count_up(d, slot.TASK)

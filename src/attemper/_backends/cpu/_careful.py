@@ -170,8 +170,10 @@ def write_row(address: int, kind: int, row: Any, n: int) -> None:
 def careful(address: int) -> None:
     """Take rows from the list until there are none left."""
     d, f = pointer(address, int64), pointer(address, float64)
-    scratch = d[slot.SCRATCH] + count_up(d, slot.WORKER) * d[slot.SCRATCH_BYTES]
     number = count_up(d, slot.TASK)
+    if number >= d[slot.TASKS]:
+        return
+    scratch = d[slot.SCRATCH] + count_up(d, slot.WORKER) * d[slot.SCRATCH_BYTES]
     while number < d[slot.TASKS]:
         careful_row(d, f, pointer(d[slot.SUSPECT], int64)[number], scratch)
         number = count_up(d, slot.TASK)

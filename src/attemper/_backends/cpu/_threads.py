@@ -66,7 +66,8 @@ def run(kernel: int, sheet: int, workers: int) -> None:
         return
     parallel = _torch_parallel()
     if parallel is not None:
-        parallel(kernel, sheet, workers, 0)
+        # All of torch's threads, also those for which there is nothing to do: a team of another size is a new team.
+        parallel(kernel, sheet, threads(), 0)
         return
     others = [_pool(workers).submit(function_at(kernel), sheet) for _ in range(workers - 1)]
     function_at(kernel)(sheet)
