@@ -305,7 +305,19 @@ def open_panel(d: Any, room: Any, panel: Any, batch: int, head: int, like: Any) 
     scales, powers = pointer(d[slot.SCALE], float64), pointer(d[slot.POWER], float64)
     low, high, clear, clear_stop = keys, 0, 0, keys
     own_head, query = head + panel.begin // queries, panel.begin % queries
-    for i in range(width):
+    alike = d[slot.SCALE_HEAD] == 0 and d[slot.FIRST] == 0 and d[slot.THRESHOLD] == 0
+    if alike:
+        # All rows are, as they mostly are: at once.
+        scale, power = scales[batch * d[slot.SCALE_BATCH]], powers[batch * d[slot.SCALE_BATCH]]
+        low, high = (0, keys) if keys > 0 else (keys, 0)
+        clear, clear_stop = low, high
+        for left in range(0, width, step):
+            store(state, FACTOR * width + left, spread_as(like, (1.0 if d[slot.GENERAL] else scale) / LN2))
+            store(state, UNIT * width + left, spread_as(like, scale))
+            store(state, KEEP * width + left, spread_as(like, power))
+            store(index, FIRSTS * width + left, spread_as(index, low))
+            store(index, STOPS * width + left, spread_as(index, high))
+    for i in range(0 if alike else width):
         place = batch * d[slot.SCALE_BATCH] + own_head * d[slot.SCALE_HEAD]
         scale = scales[place]
         state[FACTOR * width + i] = (1.0 if d[slot.GENERAL] else scale) / LN2

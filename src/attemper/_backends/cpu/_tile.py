@@ -69,7 +69,7 @@ from ._slots import (
     TILE_SUM,
     UNIT,
 )
-from ._target import target
+from ._target import KEY_TILE, target
 
 KEYS_AT_ONCE = target().keys_at_once
 
@@ -143,9 +143,12 @@ def _read_some(like: Any, address: Any, kind: Any, i: Any, n: Any) -> Any:
         return lambda like, address, kind, i, n: load_some(pointer(address, uint32), i, n)
 
     def narrow_kinds(like: Any, address: int, kind: int, i: int, n: int) -> Any:
+        # Whole vectors without a mask, which costs more than the question.
         if kind == F32:
-            return load_some(pointer(address, float32), i, n)
-        bits = load_some(pointer(address, uint16), i, n)
+            numbers = pointer(address, float32)
+            return load(numbers, i) if n == lanes(numbers) else load_some(numbers, i, n)
+        halves = pointer(address, uint16)
+        bits = load(halves, i) if n == lanes(halves) else load_some(halves, i, n)
         if kind == BF16:
             return bits_of(widen(bits) << spread(uint32(16)))
         return from_half(bits)
@@ -164,7 +167,10 @@ def _write_some(address: Any, kind: Any, i: Any, x: Any, n: Any) -> Any:
 
     def narrow_kinds(address: int, kind: int, i: int, x: Any, n: int) -> None:
         if kind == F32:
-            store_some(pointer(address, float32), i, x, n)
+            if n == lanes(pointer(address, float32)):
+                store(pointer(address, float32), i, x)
+            else:
+                store_some(pointer(address, float32), i, x, n)
         elif kind == BF16:
             store_some(pointer(address, uint16), i, to_bfloat(x), n)
         else:
@@ -415,7 +421,7 @@ def thin_scores(q: Any, k: Any, stride: int, depth: int, present: int, out: Any,
         for i in range(0, depth, step):
             acc = dot_rows(acc, load(q, i), own, offsets, i)
             for r in range(KEYS_AT_ONCE):
-                fetch(own, (3 * step + r) * stride + i)
+                fetch(own, (KEY_TILE + r) * stride + i)
         store_block(corner, first * step, acc)
     store_block(out, 0, rows_sum(zeros(k, 1), transpose(load_square(corner))))
 
@@ -432,8 +438,8 @@ def _make_thin_values(columns: int) -> Any:
             even = outer(even, load_block(v, j * stride, columns), (weights[j * width],))
             odd = outer(odd, load_block(v, (j + 1) * stride, columns), (weights[(j + 1) * width],))
             for c in range(columns):
-                fetch(v, (j + 32) * stride + c * step)
-                fetch(v, (j + 33) * stride + c * step)
+                fetch(v, (j + KEY_TILE) * stride + c * step)
+                fetch(v, (j + KEY_TILE + 1) * stride + c * step)
         if n % 2:
             even = outer(even, load_block(v, (n - 1) * stride, columns), (weights[(n - 1) * width],))
         store_block(corner, 0, added_blocks(even, odd))
@@ -516,7 +522,8 @@ def _mask_vector(out: Any, address: Any, kind: Any, some: Any) -> Any:
 
     def narrow_kinds(out: Any, address: int, kind: int, some: int) -> Any:
         if kind == BOOL:
-            shown = widen(load_some(pointer(address, uint8), 0, some))
+            own = pointer(address, uint8)
+            shown = widen(load(own, 0) if some == lanes(own) else load_some(own, 0, some))
             return where(spread(uint32(0)) < shown, spread(float32(0)), spread(float32(-np.inf)))
         return read_some(out, address, kind, 0, some)
 
