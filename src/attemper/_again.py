@@ -25,11 +25,13 @@ _repeats: dict[Any, Repeat] = {}
 
 def key_of(operands: tuple[Array, ...], options: tuple[Any, ...]) -> Any:
     """All that such a call follows from but the numbers in its operands; None where there may be more to it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch_is_plain(torch):
+        return None
     # As keys 1, 1.0 and True are the same, but not equally right; and what is no plain value may change.
     kinds = tuple(map(type, options))
     if not _PLAIN.issuperset(kinds):
         return None
-    torch = sys.modules.get("torch")
     kind = type(operands[0])
     if kind is np.ndarray:
         key = [options, kinds, 0 if torch is None else torch.get_num_threads()]
@@ -39,10 +41,10 @@ def key_of(operands: tuple[Array, ...], options: tuple[Any, ...]) -> Any:
             key += (x.shape, x.strides, x.dtype)
         return tuple(key)
     # Not isinstance: a subclass may do anything.
-    if torch is None or kind is not torch.Tensor or not torch_is_plain(torch) or torch.is_autocast_enabled("cpu"):
+    if torch is None or kind is not torch.Tensor or torch.is_autocast_enabled("cpu"):
         return None
-    if torch._C._autograd._profiler_enabled():  # noqa: SLF001
-        return None  # somebody counts operators
+    if torch._C._autograd._profiler_enabled() or torch.autograd.forward_ad._current_level >= 0:  # noqa: SLF001
+        return None  # somebody counts operators, or carries tangents along
     key = [options, kinds, torch.get_num_threads()]
     recorded, strided = torch.is_grad_enabled(), torch.strided
     for x in operands:

@@ -73,6 +73,8 @@ class Together(NamedTuple):
     """The dtype of the floating numbers."""
     values: bool
     """Whether there were any: without them an output has no norm."""
+    gradients: Array | None
+    """What no backward pass will fill: the Readings of all calls have the same parts."""
 
     def part(self, name: str) -> Array | None:
         if name == "output_norm" and not self.values:
@@ -242,7 +244,14 @@ _UNFILLED = {name: None for name in _BLANK if name not in (*WHOLE, *FLOATING)}
 def reading_together(together: Together, *, backend: str, awaited: tuple[str, ...]) -> Reading:
     """The Reading of a call whose fields are in one piece of memory."""
     reading = object.__new__(Reading)
-    vars(reading).update(_UNFILLED, _together=together, backend=backend, rows=together.shape, awaited=awaited)
+    vars(reading).update(
+        _UNFILLED,
+        _together=together,
+        gradients=together.gradients,
+        backend=backend,
+        rows=together.shape,
+        awaited=awaited,
+    )
     return reading
 
 

@@ -13,7 +13,6 @@ Numba and LLVM are imported when a kernel is first compiled.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -30,10 +29,12 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
-@cache
+_HAS_NUMBA = find_spec("numba") is not None  # asked once, for a compiler does not follow the question
+
+
 def available() -> bool:
     """Whether Numba is installed."""
-    return find_spec("numba") is not None
+    return _HAS_NUMBA
 
 
 def run(problem: Problem, stats: frozenset[str], **options: Any) -> tuple[Array | None, dict[str, Any]]:

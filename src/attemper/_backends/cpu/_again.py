@@ -37,6 +37,7 @@ class Again:
             words[slot.FIRST], words[slot.STOP] = bounds[0].address, bounds[1].address
         self.kept = (problem.bounds, parts, powers)  # what those addresses point to
         size, item = planned.rows, planned.item
+        self.gradients: Array | None = None
         self.size = self.room + 8 * size
         self.offsets = np.array([*(16 * size + i * size * item for i in range(12)), 0, 8 * size], dtype=np.int64)
         self.memory_words = 2 * size + -(-12 * size * item // 8)
@@ -49,6 +50,7 @@ class Again:
             import torch
 
             self.wide = torch.float64 if item == 8 else torch.float32
+            self.gradients = torch.zeros(1 + 2 * size, dtype=self.wide)
             self.empty, self.integer, self.address = torch.empty, torch.int64, torch.Tensor.data_ptr
         self.dtype = problem.q.dtype
 
@@ -67,7 +69,7 @@ class Again:
         if self.stats:
             memory = self.empty(self.memory_words, dtype=self.integer)
             np.add(self.offsets, address(memory), out=desk.fields)
-            together = Together(memory, self.rows, self.wide, values=v is not None)
+            together = Together(memory, self.rows, self.wide, values=v is not None, gradients=self.gradients)
         if self.workers == 1:
             self.alone(desk.address)
         else:
