@@ -485,12 +485,18 @@ def _visit_thin(
             best, total = nothing, zero
             for j in range(0, n, step):
                 s = load(scores, j)
-                best, total = maximum(s, best), total + where(s > nothing, s, zero)
+                best = maximum(s, best)
+                if j + step <= n:
+                    total = total + s
             if first == int64(panel.bounds[FIRSTS * width + r]):
                 state[FIRST_SCORE * width + r] = scores[0]
             old, count, before = state[REFERENCE * width + r], as_kind(k, n), state[COUNT * width + r]
             top = max(highest_lane(best, room.corner), state[MAXIMUM * width + r])
-            tile_mean = sum_lanes(total, room.corner) / count
+            tile_sum = sum_lanes(total, room.corner)
+            # Not by what they are: a visible score may be at −inf too, and has to show.
+            for j in range(n - n % step, n):
+                tile_sum += scores[j]
+            tile_mean = tile_sum / count
             reference = top if top > -np.inf else old
             factor = state[FACTOR * width + r]
             shift = maximum(low, spread((old - reference) * factor))
