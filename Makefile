@@ -26,6 +26,8 @@ lint: .venv/lint.done
 	$(BIN)/mypy
 
 bench: .venv/test.done .venv/zoo.done
+	$(BIN)/attemper doctor --compile
+	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/numpy_road.py
 	$(BIN)/python benchmarks/torch_memory.py
 	$(BIN)/python benchmarks/watch_cost.py

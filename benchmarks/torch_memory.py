@@ -26,10 +26,10 @@ def measure(length: int, backward: bool) -> float:
 
     # Warm up, so that libraries and thread pools are there before.
     small = torch.randn(1, 64, 64, requires_grad=True)
-    attemper.attend(small, small, small).output.sum().backward()
+    attemper.attend(small, small, small, backend="torch").output.sum().backward()
     q, k, v = (torch.randn(1, length, 64, requires_grad=backward) for _ in range(3))
     before = peak()
-    output, reading = attemper.attend(q, k, v, is_causal=True)
+    output, reading = attemper.attend(q, k, v, is_causal=True, backend="torch")
     if backward:
         output.backward(torch.ones_like(output))
         assert reading.pressure is not None

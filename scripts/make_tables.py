@@ -7,9 +7,11 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from attemper import Reading
+from attemper._bench._row import number as _quantity
 from attemper._reading import FIELDS
 from attemper._vitals import field_table
 from attemper.lab import CLAIMS, QUESTIONS, Result
@@ -21,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 def reading_table() -> str:
     """Field and meaning, from the docstrings under the fields themselves."""
     source = (ROOT / "src/attemper/_reading.py").read_text()
-    meanings = dict(re.findall(r'    (\w+): Array \| None = (?:None|_After\w+\(\d\))\n    """(.*?)"""', source))
+    meanings = dict(re.findall(r'    (\w+): Array \| None = (?:None|_\w+\(\d?\))\n    """(.*?)"""', source))
     meanings |= {name: getattr(Reading, name).__doc__.split("\n")[0] for name in FIELDS if name not in meanings}
     return _table(("field", "meaning"), [(f"`{name}`", meanings[name]) for name in FIELDS])
 
@@ -113,6 +115,157 @@ def watch_table() -> str:
         f"Inside, the error against float64 is {same['inside_error']:.2f} times that of the model's own kernels."
     )
     return f"{caption}\n\n" + _table(("", "time", "memory a pass adds"), rows)
+
+
+def _cpu(*sections: str) -> tuple[dict, list[dict]]:
+    record = json.loads((ROOT / "benchmarks/results/cpu.json").read_text())
+    return record, [row for row in record["rows"] if row["section"] in sections]
+
+
+def cpu_machine_table() -> str:
+    """No table but the sentence on what they were all measured with."""
+    record, _ = _cpu()
+    versions, rows = record["versions"], record["rows"]
+    disturbed, counted = sum(r["discarded"] for r in rows), sum(r["rounds"] for r in rows)
+    ran = [row for row in rows if not row["skipped"]]
+    hoped = [check for row in ran for check in row["checks"] if check.get("target")]
+    missed = [f"{_cpu_name(row)}: {_missed(row)}" for row in ran if not row["met"]]
+    told = (
+        f"{record['processor']} ({record['compiled_for']}), {record['instructions']}, {record['cores']} cores, "
+        f"torch {versions['torch'].partition('+')[0]}, Numba {versions['numba']}, NumPy {versions['numpy']}, "
+        f"{record['date'][:10]}. {disturbed:,} of {disturbed + counted:,} rounds were disturbed and left out. "
+        f"{len(ran) - len(missed)} of {len(ran)} cases meet what is required of them; of {len(hoped)} forward cases "
+        f"{sum(c['found'] >= c['target'] for c in hoped)} reach the speed that was hoped for, 1.25 in float32, 1.4 "
+        "where that is causal, 2 in bfloat16"
+    )
+    return told + (". What is missed:\n\n" + "\n".join(f"- {one}" for one in missed) if missed else ".")
+
+
+def _cpu_name(row: dict) -> str:
+    threads = f"{row['threads']} thread{'' if row['threads'] == 1 else 's'}"
+    return f"{row['section']}, {row['case']}, {row['dtype']}, {threads}"
+
+
+def _missed(row: dict) -> str:
+    return "; ".join(
+        f"{c['what']} {_quantity(c['found'], c['unit'], 3)}, not {_quantity(c['limit'], c['unit'])}"
+        for c in row["checks"]
+        if not c["met"]
+    )
+
+
+def _cpu_grid(section: str, cell: Callable[[dict], str]) -> str:
+    """A row for each case, a column for each dtype and number of threads."""
+    _, rows = _cpu(section)
+    columns = sorted({(r["dtype"], r["threads"]) for r in rows}, key=lambda c: (c[0] != "float32", c[1]))
+    found = {(r["case"], r["dtype"], r["threads"]): r for r in rows}
+    lines = []
+    for case in sorted({r["case"] for r in rows}, key=_cpu_order):
+        cells = (found.get((case, *column)) for column in columns)
+        lines.append((case, *("" if row is None else cell(row) for row in cells)))
+    heads = (f"{dtype}, {threads} thread{'' if threads == 1 else 's'}" for dtype, threads in columns)
+    return _table(("heads × length × head_dim", *heads), lines)
+
+
+def _cpu_order(case: str) -> tuple[bool, list[int]]:
+    """Full before causal, then by head_dim and length."""
+    _, length, head_dim = map(int, re.findall(r"\d+", case))
+    return "causal" in case, [head_dim, length]
+
+
+def _speed_and_share(row: dict) -> str:
+    return f"{row['ratio']:.2f}× ({100 * row['share']:.0f} %)"
+
+
+def cpu_forward_table() -> str:
+    return _cpu_grid("forward", _speed_and_share)
+
+
+def cpu_backward_table() -> str:
+    return _cpu_grid("backward", _speed_and_share)
+
+
+def cpu_statistics_table() -> str:
+    """What all statistics add to the output, and what they take alone."""
+
+    def cell(row: dict) -> str:
+        found = {check["what"]: check["found"] for check in row["checks"]}
+        return f"{100 * found['statistics']:+.0f} %, {found['read']:.2f}×"
+
+    return _cpu_grid("forward", cell)
+
+
+def cpu_by_hand_table() -> str:
+    """Against what one writes by hand, where the matrix of scores is built."""
+    _, rows = _cpu("forward")
+    most = max(row["threads"] for row in rows)
+    names = {"torch eager, same statistics": "eager torch with the same statistics", "NumPy by hand": "NumPy by hand"}
+    lines = []
+    for row in rows:
+        seconds = row["seconds"]
+        if row["threads"] == most and "torch eager, same statistics" in seconds:
+            cells = (f"{seconds[n] / seconds['attemper']:.1f}×" if n in seconds else "" for n in names)
+            lines.append((row["case"], row["dtype"], *cells))
+    return _table(("", "dtype", *names.values()), lines)
+
+
+def cpu_shapes_table() -> str:
+    _, rows = _cpu("shapes")
+    lines = [
+        (r["case"], _clock(r["seconds"]["attemper"]), _clock(r["seconds"]["torch fused"]), f"{r['ratio']:.2f}×")
+        for r in rows
+    ]
+    return _table(("float32, heads × length × head_dim", "attemper", "torch fused", "speed"), lines)
+
+
+def cpu_rest_table() -> str:
+    """Models, memory and calls: what is found and what is required."""
+    _, rows = _cpu("model", "inside", "memory", "watch", "calls")
+    lines = []
+    for row in rows:
+        if row["skipped"]:
+            lines.append((row["case"], "", "", f"not measured: {row['skipped']}", ""))
+            continue
+        seconds, sizes = row["seconds"], row["megabytes"]
+        mine, theirs = ("attemper", "torch fused") if row["section"] != "watch" else ("watched", "not watched")
+        cells = [_clock(seconds[name]) if name in seconds else "" for name in (mine, theirs)]
+        if sizes:
+            cells = [f"{sizes[name]:.0f} MB" for name in (mine, theirs)]
+        check = row["checks"][0]
+        sign = "≥" if check["at_least"] else "≤"
+        found, limit = (_quantity(check[which], check["unit"]) for which in ("found", "limit"))
+        lines.append((row["case"], *cells, f"{check['what']} {found}", f"{sign} {limit}"))
+    return _table(("float32", "attemper", "torch", "", "required"), lines)
+
+
+def cpu_summary_table() -> str:
+    """The gist, for a reader in a hurry."""
+    record, rows = _cpu("forward", "backward", "shapes", "model")
+    most = max(row["threads"] for row in rows)
+    wanted = {
+        ("forward", "4 × 2048 × 64"): "forward, 4 × 2048 × 64",
+        ("forward", "4 × 2048 × 64 causal"): "forward, 4 × 2048 × 64 causal",
+        ("backward", "4 × 2048 × 64 causal"): "forward and backward, 4 × 2048 × 64 causal",
+        ("shapes", "2 × 8192 × 64 window 256"): "a window of 256 in 2 × 8192 × 64 (torch: a mask)",
+        ("model", "a training step of a small GPT, 1024 tokens"): "a training step of a small GPT, 1024 tokens",
+    }
+    found = {(r["section"], r["case"], r["dtype"]): r for r in rows if r["threads"] == most}
+    lines = []
+    for (section, case), told in wanted.items():
+        speeds = (found.get((section, case, dtype)) for dtype in ("float32", "bfloat16"))
+        lines.append((told, *("" if row is None else f"{row['ratio']:.2f}×" for row in speeds)))
+    caption = f"{record['processor']}, {record['instructions']}, {most} threads, torch {_short(record, 'torch')}."
+    return f"{caption}\n\n" + _table(("speed against torch's fused attention", "float32", "bfloat16"), lines)
+
+
+def _short(record: dict, package: str) -> str:
+    return record["versions"][package].partition("+")[0]
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.0f} µs"
+    return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _zoo() -> tuple[dict, list[dict]]:
@@ -242,6 +395,14 @@ QUICK = {
     "benchmark": benchmark_table,
     "memory": memory_table,
     "watch": watch_table,
+    "cpu_machine": cpu_machine_table,
+    "cpu_forward": cpu_forward_table,
+    "cpu_backward": cpu_backward_table,
+    "cpu_statistics": cpu_statistics_table,
+    "cpu_by_hand": cpu_by_hand_table,
+    "cpu_shapes": cpu_shapes_table,
+    "cpu_rest": cpu_rest_table,
+    "cpu_summary": cpu_summary_table,
     "zoo": zoo_table,
     "zoo_summary": zoo_summary_table,
     "claims": claims_table,

@@ -95,7 +95,10 @@ class TestExitStatus:
             (["check"], "attemper check: error: name a TARGET: demo, a directory, a hub id, or package.module:factory"),
             (
                 ["chek", "demo"],
-                "attemper: error: argument COMMAND: invalid choice: 'chek' (choose from 'check', 'lab', 'trace')",
+                (
+                    "attemper: error: argument COMMAND: invalid choice: 'chek' "
+                    "(choose from 'check', 'lab', 'trace', 'doctor', 'bench')"
+                ),
             ),
             (
                 ["check", "demo", "--tokens", "0"],

@@ -14,6 +14,8 @@ GOLDEN = ["0001000100010110", "0000000111011001", "0111101011010111", "000100000
 
 RATES = (0.1, 0.5, 0.9)
 rates = pytest.mark.parametrize("p", RATES)
+TILED = ("numpy", "cpu")
+tiles, backends = (pytest.mark.parametrize("backend", names) for names in (TILED, (*TILED, "reference")))
 ROWS, KEYS = 300, 400
 
 
@@ -130,13 +132,14 @@ def test_no_two_of_many_rows_share_a_mask():
 # --- what attend does with them -------------------------------------------------------------------------------------
 
 
+@tiles
 @rates
-def test_kept_weights_grow_by_what_was_dropped(p):
+def test_kept_weights_grow_by_what_was_dropped(p, backend):
     # Values that spell out the weights: the output is the matrix itself.
     q, k, _ = operands()
     v = np.broadcast_to(np.eye(9), (2, 3, 9, 9))
-    plain = attend(q, k, v).output
-    dropped = attend(q, k, v, dropout_p=p, seed=5).output
+    plain = attend(q, k, v, backend=backend).output
+    dropped = attend(q, k, v, dropout_p=p, seed=5, backend=backend).output
     rows = np.arange(2 * 3 * 6).reshape(2, 3, 6, 1)
     keep = kept(rows, np.arange(9), p, 5)
     assert 0 < keep.mean() < 1
@@ -147,21 +150,22 @@ def test_kept_weights_grow_by_what_was_dropped(p):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (40, 3)}, {"sinks": np.array([0.5, -0.5])}])
 @rates
-def test_backends_drop_the_same_weights(p, options, dtype):
+@tiles
+def test_backends_drop_the_same_weights(backend, p, options, dtype):
     # Several tiles, slabs and groups: a weight's number must not depend on how the problem is cut.
     rng = np.random.default_rng(0)
     q = rng.standard_normal((2, 2, 131, 4)).astype(dtype)
     k, v = rng.standard_normal((2, 2, 1, 515, 4)).astype(dtype)
     how = {"dropout_p": p, "seed": 11, "enable_gqa": True, **options}
-    ours, theirs = (attend(q, k, v, **how, backend=backend) for backend in ("numpy", "reference"))
-    assert (ours.reading.backend, theirs.reading.backend) == ("numpy", "reference")
+    ours, theirs = (attend(q, k, v, **how, backend=name) for name in (backend, "reference"))
+    assert (ours.reading.backend, theirs.reading.backend) == (backend, "reference")
     tight = (1e-12 if dtype == np.float64 else 1e-5) / (1 - p)
     np.testing.assert_allclose(ours.output, theirs.output, rtol=tight, atol=tight)
-    other = attend(q, k, v, **{**how, "seed": 12}).output
+    other = attend(q, k, v, **{**how, "seed": 12}, backend=backend).output
     assert np.abs(other - ours.output).max() > 0.1
 
 
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
+@backends
 def test_batch_entries_and_heads_drop_different_weights(backend):
     q = np.zeros((3, 2, 4, 1))
     k, v = np.zeros((3, 2, 32, 1)), np.broadcast_to(np.eye(32), (3, 2, 32, 32))
@@ -169,24 +173,27 @@ def test_batch_entries_and_heads_drop_different_weights(backend):
     assert len(np.unique(dropped.reshape(-1, 32), axis=0)) == 3 * 2 * 4
 
 
+@tiles
 @rates
-def test_the_expectation_over_seeds_is_the_output_without_dropout(p):
+def test_the_expectation_over_seeds_is_the_output_without_dropout(p, backend):
     q, k, v = operands(queries=3, keys=8, batch=(), heads=2)
-    plain = attend(q, k, v, stats="none").output
+    plain = attend(q, k, v, stats="none", backend=backend).output
     # Copies in the batch have rows of their own, so one call gives many masks.
     copies = [np.broadcast_to(x, (64, *x.shape)) for x in (q, k, v)]
-    draws = np.concatenate([attend(*copies, dropout_p=p, seed=s, stats="none").output for s in range(60)])
+    how = {"dropout_p": p, "stats": "none", "backend": backend}
+    draws = np.concatenate([attend(*copies, seed=s, **how).output for s in range(60)])
     error = draws.std(axis=0, ddof=1) / np.sqrt(len(draws))
     assert (np.abs(draws.mean(axis=0) - plain) < 4 * error).all()
     # Tight enough to tell the missing factor 1/(1−p).
     assert (np.abs(plain) * p > 4 * error).mean() > 0.5
 
 
-def test_the_global_generator_chooses_a_seed_that_was_not_given():
+@backends
+def test_the_global_generator_chooses_a_seed_that_was_not_given(backend):
     q, k, v = operands()
 
     def draw(**how):
-        return attend(q, k, v, dropout_p=0.5, **how).output
+        return attend(q, k, v, dropout_p=0.5, **how, backend=backend).output
 
     np.random.seed(3)  # noqa: NPY002
     first, second = draw(), draw()
@@ -197,11 +204,11 @@ def test_the_global_generator_chooses_a_seed_that_was_not_given():
     # A seed that was given takes nothing from the generator, and neither does a call without dropout.
     np.random.seed(3)  # noqa: NPY002
     draw(seed=9)
-    attend(q, k, v)
+    attend(q, k, v, backend=backend)
     np.testing.assert_array_equal(draw(), first)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
+@backends
 @rates
 def test_the_reading_is_of_the_weights_before_dropout(p, backend):
     q, k, v = operands()
@@ -215,11 +222,12 @@ def test_the_reading_is_of_the_weights_before_dropout(p, backend):
             # The one field of the output, which dropout did change.
             np.testing.assert_allclose(dropped.reading.output_norm, np.linalg.norm(dropped.output, axis=-1), rtol=1e-13)
             continue
-        np.testing.assert_array_equal(getattr(dropped.reading, name), expected, err_msg=name)
-        np.testing.assert_array_equal(getattr(alone, name), expected, err_msg=name)
+        # Few rows may be added up in another order where there is no dropout.
+        np.testing.assert_allclose(getattr(dropped.reading, name), expected, rtol=1e-14, atol=1e-15, err_msg=name)
+        np.testing.assert_allclose(getattr(alone, name), expected, rtol=1e-14, atol=1e-15, err_msg=name)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
+@backends
 def test_no_dropout_is_no_dropout(backend):
     q, k, v = operands()
     plain = attend(q, k, v, backend=backend).output
@@ -249,13 +257,14 @@ def test_torch_and_numpy_keep_the_same_weights():
         assert (tensors.numpy() == kept(rows, keys, 0.3, seed)).all()
 
 
-def test_seeds_that_are_drawn_are_many():
+@backends
+def test_seeds_that_are_drawn_are_many(backend):
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 6, 4))
-    drawn = {attend(q, k, v, dropout_p=0.5).output.tobytes() for _ in range(200)}
+    drawn = {attend(q, k, v, dropout_p=0.5, backend=backend).output.tobytes() for _ in range(200)}
     assert len(drawn) == 200
 
 
-@pytest.mark.parametrize("backend", ["reference", "numpy"])
+@backends
 def test_one_key_is_kept_or_dropped_whole(backend):
     q, v = np.ones((1, 64, 2)), np.ones((1, 1, 2))
     output = attend(q, q[:, :1], v, dropout_p=0.5, seed=3, backend=backend).output

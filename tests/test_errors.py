@@ -744,7 +744,7 @@ CALLS = (
 
 
 @pytest.mark.parametrize("keyword", inspect.signature(attemper.attend).parameters)
-def test_nothing_else_escapes(keyword):
+def test_nothing_else_escapes(keyword, auto):
     rng = random.Random(keyword)
     signatures = {f: inspect.signature(f).parameters for f in (attemper.attend, attemper.read, attemper.trace)}
     functions = [f for f, taken in signatures.items() if keyword in taken]

@@ -1,4 +1,4 @@
-"""What must hold of attend, read and trace whatever the numbers, on each backend that computes in NumPy."""
+"""What must hold of attend, read and trace whatever the numbers, on each backend that takes NumPy arrays."""
 
 import math
 import sys
@@ -15,8 +15,8 @@ from attemper._backends import numpy as tiled
 from attemper._bounds import key_bounds
 from attemper._reading import AFTER_BACKWARD, DERIVED, FIELDS, MEASURED
 
-BACKENDS = ("numpy", "reference")
-backends = pytest.mark.parametrize("backend", BACKENDS)
+TILED = ("numpy", "cpu")
+tiles, backends = (pytest.mark.parametrize("backend", names) for names in (TILED, (*TILED, "reference")))
 
 FORWARD = tuple(name for name in FIELDS if name not in AFTER_BACKWARD)
 # A constant added to every score moves these, and nothing else: weights see differences only.
@@ -47,13 +47,13 @@ def same(one, two, but=(), size=1.0):
 
 def test_the_comparison_can_fail():
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 4, 3))
-    good = attend(q, k, v)
+    good = attend(q, k, v, backend="numpy")
     averaged = np.broadcast_to(v.mean(axis=-2, keepdims=True), good.output.shape)
     for wrong in (np.zeros_like(good.output), averaged, good.output * (1 + 1e-10)):
         with pytest.raises(AssertionError):
             same(good._replace(output=wrong), good)
     with pytest.raises(AssertionError):
-        same(attend(q, k, v, scale=0.5000001 / math.sqrt(3)), good)
+        same(attend(q, k, v, scale=0.5000001 / math.sqrt(3), backend="numpy"), good)
 
 
 # --- calls ----------------------------------------------------------------------------------------------------------
@@ -704,10 +704,11 @@ def test_without_components_every_visible_key_counts_alike(backend):
 # --- trace ----------------------------------------------------------------------------------------------------------
 
 
+@tiles
 @given(call=calls())
-def test_every_step_of_a_trace_leads_to_the_next_and_to_attend(call):
+def test_every_step_of_a_trace_leads_to_the_next_and_to_attend(backend, call):
     steps = trace(*call.operands, **call.options)
-    output, reading = call.attend(backend="numpy")
+    output, reading = call.attend(backend=backend)
     q, k, v = repeated(call)
     scale = call.options["scale"]
     if scale is None or isinstance(scale, str):
@@ -737,7 +738,8 @@ def test_every_step_of_a_trace_leads_to_the_next_and_to_attend(call):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_a_trace_is_as_wide_as_a_reading(dtype):
+@tiles
+def test_a_trace_is_as_wide_as_a_reading(backend, dtype):
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 4)).astype(dtype)
     steps = trace(q, k, v)
     wide = np.float64 if dtype == np.float64 else np.float32
@@ -746,7 +748,7 @@ def test_a_trace_is_as_wide_as_a_reading(dtype):
         assert getattr(steps, name).shape == (2, 5, 5), name
     assert steps.output.dtype == dtype
     tight = 4 * np.finfo(dtype).eps
-    np.testing.assert_allclose(steps.output, attend(q, k, v).output, rtol=tight, atol=tight)
+    np.testing.assert_allclose(steps.output, attend(q, k, v, backend=backend).output, rtol=tight, atol=tight)
     assert trace(q[0], k[0], v[0]).weights.shape == (5, 5)
 
 
@@ -845,7 +847,8 @@ SHAPES = [(n, n) for n in LENGTHS] + [(1, 1025), (3, 513), (129, 511), (129, 512
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "bottom-right", "window", "bool", "bias"])
 @pytest.mark.parametrize(("queries", "keys"), SHAPES)
-def test_lengths_at_the_edges_of_tiles_are_the_reference(queries, keys, kind):
+@tiles
+def test_lengths_at_the_edges_of_tiles_are_the_reference(backend, queries, keys, kind):
     rng = np.random.default_rng(queries * 2000 + keys)
     q = rng.standard_normal((1, queries, 4)) * 2
     k, v = rng.standard_normal((2, 1, keys, 4))
@@ -860,13 +863,14 @@ def test_lengths_at_the_edges_of_tiles_are_the_reference(queries, keys, kind):
         "bool": {"attn_mask": seen},
         "bias": {"attn_mask": np.where(seen, rng.standard_normal(seen.shape), -np.inf), "softcap": 5.0},
     }[kind]
-    actual = attend(q, k, v, **options, backend="numpy")
-    assert actual.reading.backend == "numpy"
+    actual = attend(q, k, v, **options, backend=backend)
+    assert actual.reading.backend == backend
     same(actual, attend(q, k, v, **options, backend="reference"))
 
 
 @pytest.mark.parametrize(("batch", "kv_heads", "group"), [((), 1, 5), ((3,), 2, 1), ((2,), 2, 4), ((2, 2), 3, 1)])
-def test_slabs_of_heads_and_batch_are_the_reference(batch, kv_heads, group):
+@tiles
+def test_slabs_of_heads_and_batch_are_the_reference(backend, batch, kv_heads, group):
     # Large enough that the heads, then the batch, are taken one at a time.
     rng = np.random.default_rng(0)
     heads = kv_heads * group
@@ -881,7 +885,7 @@ def test_slabs_of_heads_and_batch_are_the_reference(batch, kv_heads, group):
         "window": (300, 200),
         "query_offset": 40,
     }
-    same(attend(q, k, v, **options, backend="numpy"), attend(q, k, v, **options, backend="reference"))
+    same(attend(q, k, v, **options, backend=backend), attend(q, k, v, **options, backend="reference"))
 
 
 @pytest.mark.parametrize("softcap", [1e29, 1e31, 1e300])

@@ -16,12 +16,12 @@ peak = lambda: int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read()
 n = 65536
 k, v = np.random.default_rng(0).standard_normal((2, 1, n, 64), dtype=np.float32)
 before = peak()
-case = sys.argv[1]
+case, backend = sys.argv[1:]
 if case == "window":
-    output, reading = attemper.attend(k, k, v, is_causal=True, window=(1024, None))
+    output, reading = attemper.attend(k, k, v, is_causal=True, window=(1024, None), backend=backend)
     assert int(reading.visible_keys.sum()) == 1025 * n - 1024 * 1025 // 2
 elif case == "whole":
-    output, reading = attemper.attend(k, k, v, is_causal=True)
+    output, reading = attemper.attend(k, k, v, is_causal=True, backend=backend)
     assert int(reading.visible_keys.sum()) == n * (n + 1) // 2
 else:
     np.ones((1536, n), dtype=np.float32)  # the matrix of 1,536 queries: what must not be built
@@ -31,16 +31,17 @@ print(peak() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("backend", ["numpy", "cpu"])
 @pytest.mark.parametrize(("case", "limit"), [("window", 300), ("whole", 300)])
-def test_memory_is_linear(case, limit):
-    assert _megabytes(case) < limit
+def test_memory_is_linear(case, limit, backend):
+    assert _megabytes(case, backend) < limit
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_measurement_sees_a_matrix():
-    assert _megabytes("matrix") > 300
+    assert _megabytes("matrix", "none") > 300
 
 
-def _megabytes(case):
-    run = subprocess.run([sys.executable, "-c", MEASURE, case], check=True, capture_output=True, text=True)
+def _megabytes(case, backend):
+    run = subprocess.run([sys.executable, "-c", MEASURE, case, backend], check=True, capture_output=True, text=True)
     return float(run.stdout)

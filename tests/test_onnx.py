@@ -104,7 +104,7 @@ def test_no_case_is_missing():
     assert {case.model.opset_import[0].version for case in CASES} == {23, 24, 25}
 
 
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
+@pytest.mark.parametrize("backend", ["numpy", "cpu", "reference"])
 @each_case
 def test_attend(case, backend):
     call = adapt(case)

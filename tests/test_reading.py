@@ -16,6 +16,8 @@ FORWARD = tuple(name for name in FIELDS if name not in AFTER_BACKWARD)
 WHOLE = ("visible_keys", "nonfinite")
 DTYPES = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+TILED = ("numpy", "cpu")
+tiles, backends = (pytest.mark.parametrize("backend", names) for names in (TILED, (*TILED, "reference")))
 HEADS, QUERIES, KEYS, DIM = 2, 5, 9, 8
 
 
@@ -125,7 +127,10 @@ def check(q, k, v, options, backend="numpy", **plain):
     info = np.finfo(wide(dtype))
     # The reference works out p ln p from s − logsumexp, which rounds at the size of the scores.
     eps = float(info.eps) * (4 if backend == "reference" else 1)
-    expected_output, expected = explicit(q, k, v, eps=eps, tiny=float(info.tiny), **plain)
+    in_pairs = backend == "cpu" and dtype == ml_dtypes.bfloat16
+    # Where the processor multiplies pairs of bfloat16, it takes what is less than normal for 0.
+    tiny = float(info.tiny) / (eps if in_pairs else 1)
+    expected_output, expected = explicit(q, k, v, eps=eps, tiny=tiny, **plain)
     output, reading = attend(q, k, v, **options, backend=backend)
     assert reading.backend == backend
     assert output.dtype == dtype
@@ -133,6 +138,12 @@ def check(q, k, v, options, backend="numpy", **plain):
         own = ml_dtypes.finfo(dtype)
         rounding = float(own.eps) * np.abs(expected_output[..., 0]) + float(own.smallest_subnormal)
         expected_output[..., 1] += rounding
+    if in_pairs:
+        # And weights are rounded to them: half a unit of Σ p|v|.
+        sizes, _ = explicit(q, k, np.abs(v), eps=eps, tiny=0.0, **plain)
+        rounding = 2**-8 * sizes[..., 0]
+        expected_output[..., 1] += rounding
+        expected["output_norm"][..., 1] += np.linalg.norm(rounding, axis=-1)
     within(output, expected_output, "output")
     for name in FORWARD:
         field = getattr(reading, name)
@@ -212,16 +223,18 @@ WAYS = ("plain", "bool", "bias", "softcap", "sinks", "scale", "all")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
 @dtypes
-def test_every_field_is_its_definition(dtype, kind, way):
+@tiles
+def test_every_field_is_its_definition(backend, dtype, kind, way):
     options, plain = ways(way)
-    _, reading = check(*operands(kind, dtype), options, **plain)
+    _, reading = check(*operands(kind, dtype), options, backend, **plain)
     assert not reading.nonfinite.any()
 
 
 @pytest.mark.parametrize("way", ["plain", "all"])
 @pytest.mark.parametrize("kind", ["hot", "mean far from zero", "duplicated keys"])
 @dtypes
-def test_every_field_is_its_definition_over_several_tiles(dtype, kind, way):
+@tiles
+def test_every_field_is_its_definition_over_several_tiles(backend, dtype, kind, way):
     options, plain = ways(way, keys=1030)
     # Let the later queries see past the first tiles.
     if "query_offset" in options:
@@ -229,7 +242,7 @@ def test_every_field_is_its_definition_over_several_tiles(dtype, kind, way):
         plain |= {
             "seen": np.broadcast_to(np.arange(1030) <= np.arange(QUERIES)[:, None] + 1020, (HEADS, QUERIES, 1030))
         }
-    check(*operands(kind, dtype, keys=1030), options, **plain)
+    check(*operands(kind, dtype, keys=1030), options, backend, **plain)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -257,11 +270,12 @@ def test_the_comparison_can_fail():
 
 @pytest.mark.parametrize("keys", [40, 500, 2000])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_mean_a_thousand_times_the_spread_costs_the_spread_no_digits(keys, sign):
+@tiles
+def test_a_mean_a_thousand_times_the_spread_costs_the_spread_no_digits(backend, keys, sign):
     rng = np.random.default_rng(keys)
     q = np.stack([np.full(7, sign * 1e3**0.5), rng.uniform(0.5, 1.5, 7)], axis=-1).astype(np.float32)
     k = np.stack([np.full(keys, 1e3**0.5), rng.standard_normal(keys)], axis=-1).astype(np.float32)
-    reading = read(q, k, scale=1.0)
+    reading = read(q, k, scale=1.0, backend=backend)
     scores = q.astype(np.float64) @ k.astype(np.float64).T
     assert (np.abs(scores.mean(axis=-1)) > 500 * scores.std(axis=-1)).all()
     assert reading.score_std.dtype == np.float32
@@ -271,30 +285,34 @@ def test_a_mean_a_thousand_times_the_spread_costs_the_spread_no_digits(keys, sig
 
 @dtypes
 @pytest.mark.parametrize("end", ["small", "large"])
-def test_the_norm_of_a_finite_output_neither_overflows_nor_vanishes(dtype, end):
+@tiles
+def test_the_norm_of_a_finite_output_neither_overflows_nor_vanishes(backend, dtype, end):
     info = ml_dtypes.finfo(dtype)
+    # The processor's product of pairs of bfloat16 takes what is less than normal for 0.
+    smallest = info.smallest_normal if backend == "cpu" and dtype == ml_dtypes.bfloat16 else info.smallest_subnormal
     # Powers of two, whose average is exact.
-    unit = 2.0 ** (math.floor(math.log2(float(info.max))) - 2) if end == "large" else float(info.smallest_subnormal)
+    unit = 2.0 ** (math.floor(math.log2(float(info.max))) - 2) if end == "large" else float(smallest)
     q, k = np.zeros((2, 1, 2, 4))
     v = np.full((1, 2, 4), unit)
-    output, reading = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), backend="numpy")
+    output, reading = attend(q.astype(dtype), k.astype(dtype), v.astype(dtype), backend=backend)
     np.testing.assert_array_equal(output.astype(np.float64), v)
     np.testing.assert_allclose(reading.output_norm.astype(np.float64), 2 * unit, rtol=1e-6)
     np.testing.assert_array_equal(reading.nonfinite, 0)
 
 
 @dtypes
-def test_equal_scores_share_alike_and_have_no_spread(dtype):
+@tiles
+def test_equal_scores_share_alike_and_have_no_spread(backend, dtype):
     # Any number of equal keys, also over tiles: the spread of equal scores is 0, not the rounding of their mean.
     for keys in (2, 3, 7, 513, 1100):
-        reading = attend(
-            np.full((1, 1, 1), 1.1, dtype), np.full((1, keys, 1), 0.3, dtype), np.ones((1, keys, 1), dtype)
-        ).reading
+        q, k, v = np.full((1, 1, 1), 1.1, dtype), np.full((1, keys, 1), 0.3, dtype), np.ones((1, keys, 1), dtype)
+        reading = attend(q, k, v, backend=backend).reading
         eps = float(np.finfo(wide(dtype)).eps)
         np.testing.assert_allclose(reading.entropy, math.log(keys), rtol=4 * eps)
         np.testing.assert_allclose(reading.collision, 1 / keys, rtol=4 * eps)
         np.testing.assert_allclose(reading.normalized_entropy, 1, rtol=4 * eps)
-        assert reading.score_std[0, 0] <= 4 * eps
+        # A sum of up to 128 scores in a row, where NumPy adds in pairs.
+        assert reading.score_std[0, 0] <= (8 if backend == "cpu" else 4) * eps
 
 
 # --- what is not finite ---------------------------------------------------------------------------------------------
@@ -329,7 +347,7 @@ HIDING = ("bool", "bias", "causal", "window", "lengths", "packed")
 @pytest.mark.parametrize("keys", [7, 1030])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("way", HIDING)
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
+@backends
 def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_other(backend, way, dtype, keys):
     bad = LAST if keys < 100 else 1000
     options, seen = hiding(way, keys, bad)
@@ -367,7 +385,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it_and_no_other(backend, w
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
+@backends
 def test_a_bias_that_is_not_finite_reaches_the_row_it_is_added_to(backend, poison):
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 5, 3))
@@ -386,10 +404,10 @@ def test_a_bias_that_is_not_finite_reaches_the_row_it_is_added_to(backend, poiso
             here, there = getattr(reading, name), getattr(clean.reading, name)
             np.testing.assert_array_equal(here[~hit], there[~hit], err_msg=name)
         # Before the bias nothing was wrong.
-        np.testing.assert_array_equal(reading.max_qk, clean.reading.max_qk)
+        np.testing.assert_allclose(reading.max_qk, clean.reading.max_qk, rtol=1e-15)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
+@backends
 def test_a_query_that_is_not_finite_spoils_its_own_row(backend):
     rng = np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 2, 5, 3))
@@ -408,7 +426,7 @@ def test_a_query_that_is_not_finite_spoils_its_own_row(backend):
     np.testing.assert_array_equal(output[hit], 0)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
+@backends
 def test_a_visible_value_counts_even_where_its_weight_is_nothing(backend):
     q, k = np.ones((1, 1, 1)), np.array([[[0.0], [-2000.0]]])
     for poison in POISONS:
@@ -420,7 +438,7 @@ def test_a_visible_value_counts_even_where_its_weight_is_nothing(backend):
     assert np.isnan(both.output).all()
 
 
-@pytest.mark.parametrize("backend", ["numpy", "reference"])
+@backends
 def test_a_score_that_overflowed_downwards_is_counted_though_no_weight_shows_it(backend):
     q, k = np.full((1, 1, 1), 1e200), np.array([[[0.0], [-1e200], [1e-200]]])
     output, reading = attend(q, k, np.array([[[1.0], [2.0], [3.0]]]), scale=1.0, backend=backend)
@@ -457,23 +475,25 @@ def small():
 def test_a_reading_shows_its_shape_its_backend_and_a_line_a_field():
     assert repr(small()) == SMALL
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, 4, 5))
-    lines = repr(attend(q, k, v).reading).splitlines()
+    lines = repr(attend(q, k, v, backend="numpy").reading).splitlines()
     assert lines[0] == "Reading(batch 2, heads 3, queries 4; backend numpy)"
     assert [line.split()[0] for line in lines[1:]] == list(FORWARD)
     assert max(map(len, lines)) <= 100
-    assert repr(attend(q, k, v, stats="none").reading) == "Reading(nothing measured; backend numpy)"
+    assert repr(attend(q, k, v, stats="none", backend="cpu").reading) == "Reading(nothing measured; backend cpu)"
     assert repr(attend(q[0, 0], k[0, 0], v[0, 0]).reading).startswith("Reading(queries 4; ")
     assert "empty" in repr(attend(q[:0], k[:0], v[:0]).reading)
 
 
 @dtypes
-def test_a_reading_goes_into_json_and_back(dtype):
+@tiles
+def test_a_reading_goes_into_json_and_back(backend, dtype):
     q, k, v = operands("normal", dtype)
     # A row that sees nothing brings −inf and NaN, for which JSON has no word.
-    reading = attend(q, k, v, is_causal=True, query_offset=-1, sinks=np.zeros(HEADS)).reading
+    how = {"is_causal": True, "query_offset": -1, "sinks": np.zeros(HEADS), "backend": backend}
+    reading = attend(q, k, v, **how).reading
     record = json.loads(json.dumps(reading.to_dict(), allow_nan=False))
     assert record["schema"] == "attemper.reading/1"
-    assert record["backend"] == "numpy"
+    assert record["backend"] == backend
     assert record["shape"] == [HEADS, QUERIES]
     assert set(record) == {"schema", "backend", "shape", *FORWARD}
     for name in FORWARD:

@@ -28,6 +28,7 @@ LENGTHS = [(11, 17), (12, 23), (30, 19), (17, 11), (64, 40), (5, 100), (129, 7),
 # The import of inductor meets a decorator that torch itself has outlived.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 
+tiled = pytest.mark.parametrize("road", ["cpu", "torch"])
 both_backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 
@@ -578,34 +579,37 @@ def arguments(name, *, gradients):
     return tuple(map(own, (q.detach(), k.detach(), v.detach(), *ARGUMENTS[name], q.shape[0])))
 
 
+@tiled
 @pytest.mark.parametrize(("name", "values"), [*((name, True) for name in ARGUMENTS), ("everything", False)])
-def test_opcheck_tiles(name, values):
+def test_opcheck_tiles(name, values, road):
     given = arguments(name, gradients=False)
     given = given if values else (*given[:2], None, *given[3:])
     stats = "entropy,logsumexp,output_norm,pressure,visible_keys"
-    torch.library.opcheck(tiles, (*given, stats, "torch"), test_utils=EVERYTHING)
+    torch.library.opcheck(tiles, (*given, stats, road), test_utils=EVERYTHING)
 
 
+@tiled
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_opcheck_tiles_with_gradients(name):
+def test_opcheck_tiles_with_gradients(name, road):
     given = arguments(name, gradients=True)
     # It differentiates every output, so that all that have a gradient must be there.
     stats = "collision,entropy,expected_score,largest_weight,logsumexp,max_logit"
-    torch.library.opcheck(tiles, (*given, stats, "torch"), test_utils=EVERYTHING)
+    torch.library.opcheck(tiles, (*given, stats, road), test_utils=EVERYTHING)
 
 
+@tiled
 @pytest.mark.parametrize("measuring", [True, False])
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_opcheck_tiles_backward(name, measuring):
+def test_opcheck_tiles_backward(name, measuring, road):
     given = arguments(name, gradients=False)
     stats = "collision,expected_score,largest_weight,logsumexp,max_logit" + (",pressure" if measuring else "")
-    found = dict(zip(RETURNS, tiles(*given, stats, "torch"), strict=True))
+    found = dict(zip(RETURNS, tiles(*given, stats, road), strict=True))
     saved = [found[x] for x in Saved._fields]
     grads = [torch.randn_like(found["output"]), *(torch.randn_like(found["logsumexp"]) for _ in range(4))]
     bias_too = name == "bias"
     # Where it measures, the operator writes into `gradients` behind the back of its schema, as its docstring says.
     which = [x for x in EVERYTHING if x != "test_schema" or not measuring]
-    torch.library.opcheck(tiles_backward, (*given, *saved, *grads, bias_too, "torch"), test_utils=which)
+    torch.library.opcheck(tiles_backward, (*given, *saved, *grads, bias_too, road), test_utils=which)
 
 
 # --- export -----------------------------------------------------------------------------------------------------------
@@ -649,7 +653,7 @@ def test_a_reading_is_a_tree():
         leaves, spec = pytree.tree_flatten(attended)
         for copied in (pytree.tree_unflatten(leaves, spec), pytree.tree_map(lambda x: x, attended)):
             assert (type(copied), type(copied.reading)) == (Attended, Reading)
-            assert (copied.reading.backend, copied.reading.rows) == ("torch", (2, 4, 5))
+            assert (copied.reading.backend, copied.reading.rows) == ("cpu", (2, 4, 5))
             same(copied, attended)
             for name in FIELDS:
                 same(getattr(copied.reading, name), getattr(attended.reading, name), what=name)
@@ -692,7 +696,7 @@ def test_errors_stay_readable(name):
 def test_the_first_call_ever_may_be_compiled():
     script = """
         import sys, torch, attemper
-        assert "attemper._backends.torch" not in sys.modules
+        assert "attemper._backends.cpu" not in sys.modules
         q, k, v = (torch.randn(1, 2, 6, 4, requires_grad=True) for _ in range(3))
         f = torch.compile(lambda *x: attemper.attend(*x, is_causal=True), backend="aot_eager", fullgraph=True)
         output, reading = f(q, k, v)

@@ -164,7 +164,7 @@ def _sum_to(x, shape, grouped):
     return x.sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True).reshape(shape)
 
 
-def budget(name, dtype, size, mask):
+def budget(name, dtype, size, mask, auto):
     """(dtype, magnitude, allowance) of a comparison."""
     if name == "output":
         # Of the size of what is added up: with one column and few rows torch's own error may be 0 by luck.
@@ -172,6 +172,9 @@ def budget(name, dtype, size, mask):
     if name == "mask":
         # The gradient has the mask's dtype, but is made from the operands'.
         dtype = max(dtype, str(mask.dtype).removeprefix("torch."), key=EPSILON.__getitem__)
+        if dtype == "bfloat16" and auto == "cpu":
+            # ⟨dO, O⟩ is of an output whose weights were rounded to bfloat16, so that less cancels.
+            return dtype, size / 4, 1
     if dtype in ("float16", "bfloat16"):
         # What cancels does so in float32, before it is rounded.
         return dtype, size * 4 * EPSILON["float32"] / EPSILON[dtype], 1
@@ -180,7 +183,7 @@ def budget(name, dtype, size, mask):
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda g: f"{g[0]}, rank {g[1]}{', causal' if g[2] else ''}")
-def test_grid(group):
+def test_grid(group, auto):
     """Output and gradients of every case are within the error budget of torch's own."""
     dtype, rank, causal = group
     rng = random.Random(GROUPS.index(group))
@@ -204,7 +207,7 @@ def test_grid(group):
             what = f"{name} of {[tuple(x.shape) for x in operands]}, mask {mask if mask is None else mask.shape}, "
             what += str(keywords)
             assert actual.dtype == peer.dtype, what
-            coarse, magnitude, allowance = budget(name, dtype, size, mask)
+            coarse, magnitude, allowance = budget(name, dtype, size, mask, auto)
             comparison = compare(actual, reference, peer, dtype=coarse, magnitude=magnitude, allowance=allowance)
             if n <= 1e-12 * size:
                 # Zeros are right: nothing is seen, or nothing can shift (one key, scale 0). With nothing to cancel
@@ -215,7 +218,7 @@ def test_grid(group):
                 assert comparison.ok, f"{what}: {comparison}"
             comparisons += 1
         again = attend(*operands, attn_mask=mask, **keywords, stats="none")
-        assert again.reading.backend == "torch"
+        assert again.reading.backend == ("cpu" if auto == "cpu" else "torch")
         assert torch.equal(again.output, ours[0])
         cases += 1
     assert settled < comparisons / 2, (settled, comparisons)
@@ -452,14 +455,14 @@ def test_a_query_that_sees_nothing_does_not_leak():
     assert all(x.isfinite().all() for x in ours)
 
 
-def test_a_hidden_bias_does_not_leak():
+def test_a_hidden_bias_does_not_leak(auto):
     """In attend, where a bias and causality combine."""
     bias = torch.zeros(3, 3).masked_fill(~TRIANGLE, NAN).requires_grad_()
     q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
     theirs = fused(q, k, v, attn_mask=bias.detach(), is_causal=True)
     assert theirs.isnan().any()
     output, reading = attend(q, k, v, attn_mask=bias, is_causal=True)
-    assert reading.backend == "torch"
+    assert reading.backend == ("cpu" if auto == "cpu" else "torch")
     torch.testing.assert_close(output, plain(Q, K, V, is_causal=True))
     output.square().sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v, bias))
@@ -589,7 +592,9 @@ def test_nothing_else_differs():
         if theirs is not None and ours is not None:
             seen["both"] += 1
             assert (theirs.shape, theirs.dtype) == (ours.shape, ours.dtype), what
-            torch.testing.assert_close(ours, theirs, msg=lambda text: f"{what}: {text}")  # noqa: B023
+            # A weight that is rounded to bfloat16 is off by half a unit, of values of about 2.
+            close = {"rtol": 0.016, "atol": 2**-7} if ours.dtype == torch.bfloat16 else {}
+            torch.testing.assert_close(ours, theirs, **close, msg=lambda text: f"{what}: {text}")  # noqa: B023
         elif theirs is not None:
             seen["torch"] += 1
             assert re.search(refused[0], our_reason), what
@@ -810,7 +815,8 @@ def test_dropout_averages_out():
 
 
 @pytest.mark.parametrize("keywords", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
-def test_dropout_gradients(keywords):
+@pytest.mark.parametrize("tiled", ["cpu", "torch"])
+def test_dropout_gradients(tiled, keywords):
     """Those of the explicit matrices with the same weights dropped."""
     shapes = ((2, 4, 9, 8), (2, 2 if "enable_gqa" in keywords else 4, 9, 8))
     q, k, v = normal(*shapes[0]), normal(*shapes[1]), normal(*shapes[1])
@@ -823,7 +829,7 @@ def test_dropout_gradients(keywords):
 
         return gradients(fn, *(x.to(dtype) for x in (q, k, v)))
 
-    ours, peer, truth = (run("torch", torch.float32), run("reference", torch.float32), run("reference", torch.float64))
+    ours, peer, truth = (run(tiled, torch.float32), run("reference", torch.float32), run("reference", torch.float64))
     for actual, reference, other in zip(ours, truth, peer, strict=True):
         magnitude = 2 * float(reference.abs().max())
         assert compare(actual, reference.numpy(), other, dtype="float32", magnitude=magnitude).ok

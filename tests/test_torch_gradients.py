@@ -1,6 +1,7 @@
 """Gradients on torch: the tiles say what finite differences, the explicit matrices and the definitions say.
 
-Laws first; every law on the tiled road (backend "torch"), and on the explicit one ("reference") where it applies.
+Laws first; every law on the tiled roads (backends "torch" and "cpu"), and on the explicit one ("reference") where it
+applies.
 """
 
 import gc
@@ -27,8 +28,9 @@ from attemper.testing import compare
 # Forward mode compiles its decompositions with torch.jit.script, which says that it is old.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 
-ROADS = ("torch", "reference")
-roads = pytest.mark.parametrize("road", ROADS)
+TILED = ("torch", "cpu")
+ROADS = (*TILED, "reference")
+tiled, roads = (pytest.mark.parametrize("road", names) for names in (TILED, ROADS))
 fast = partial(gradcheck, fast_mode=True)
 STATISTICS = ("logsumexp", "entropy", "expected_score", "collision")
 INPUTS = ("q", "k", "v", "attn_mask", "scale", "sinks")
@@ -175,15 +177,17 @@ def test_tiles_change_nothing(kind, laden, request):
         agree(getattr(cut_reading, name), getattr(whole_reading, name), name)
 
 
+@tiled
 @ladings
 @kinds
-def test_both_roads_agree(kind, laden):
+def test_tiles_agree_with_explicit_matrices(kind, laden, road):
     leaves, options = call(kind, laden)
     explicit, _ = gradients("reference", leaves, options)
-    for name, found in gradients("torch", leaves, options)[0].items():
+    for name, found in gradients(road, leaves, options)[0].items():
         agree(found, explicit[name], name)
 
 
+@tiled
 @pytest.mark.parametrize(
     "options",
     [
@@ -195,13 +199,13 @@ def test_both_roads_agree(kind, laden):
     ],
     ids=["full", "bottom-right", "window", "packed", "softcap and dropout"],
 )
-def test_both_roads_agree_over_tiles_of_the_real_size(options):
+def test_tiles_of_the_real_size_agree_with_explicit_matrices(options, road):
     # 140 queries and 600 keys: more than one tile of 128 × 512 each way.
     leaves = {"q": draw(0, 4, 140, 8), "k": draw(1, 2, 600, 8), "v": draw(2, 2, 600, 5), "sinks": draw(3, 4)}
     leaves |= {"attn_mask": draw(4, 1, 140, 600)}
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
     explicit, _ = gradients("reference", leaves, {**options, "enable_gqa": True})
-    for name, found in gradients("torch", leaves, {**options, "enable_gqa": True})[0].items():
+    for name, found in gradients(road, leaves, {**options, "enable_gqa": True})[0].items():
         agree(found, explicit[name], name, 1e-10)
 
 
@@ -251,7 +255,7 @@ def test_each_input_alone_has_the_gradient_it_has_among_all(name, road):
     total_loss(attended).backward()
     agree(alone[name].grad, together[name], name)
     assert all(x.grad is None for other, x in alone.items() if other != name)
-    if road == "torch":
+    if road != "reference":
         agree(attended.reading.pressure, together_reading.pressure, "pressure")
         agree(attended.reading.gradient_flow, together_reading.gradient_flow, "gradient_flow")
 
@@ -348,13 +352,14 @@ def tensors_of_a_call():
     return {name: x.detach() for name, x in leaves.items()}
 
 
+@tiled
 @pytest.mark.parametrize("name", INPUTS)
-def test_the_tiles_refuse_forward_mode(name):
+def test_the_tiles_refuse_forward_mode(name, road):
     given = tensors_of_a_call()
     x = given.pop(name)
 
     def f(x):
-        return ran("torch", given, {name: x}).output
+        return ran(road, given, {name: x}).output
 
     with forward_ad.dual_level(), refused("Forward-mode"):
         f(forward_ad.make_dual(x, torch.ones_like(x)))
@@ -364,23 +369,26 @@ def test_the_tiles_refuse_forward_mode(name):
         jacfwd(f)(x)
 
 
-def test_the_tiles_refuse_forward_mode_of_read():
+@tiled
+def test_the_tiles_refuse_forward_mode_of_read(road):
     q, k = draw(0, 2, 3, 2), draw(1, 2, 4, 2)
     with refused("Forward-mode"):
-        jvp(lambda x: read(x, k, backend="torch", differentiable=True).entropy, (q,), (q,))
+        jvp(lambda x: read(x, k, backend=road, differentiable=True).entropy, (q,), (q,))
 
 
-def test_forward_mode_around_tensors_without_a_tangent_is_no_concern():
+@tiled
+def test_forward_mode_around_tensors_without_a_tangent_is_no_concern(road):
     q, x = draw(0, 3, 2), draw(1, 3, 2)
-    output = attend(q, q, q).output
-    agree(jvp(lambda x: x * attend(q, q, q, backend="torch").output, (x,), (x,))[1], x * output)
+    output = attend(q, q, q, backend=road).output
+    agree(jvp(lambda x: x * attend(q, q, q, backend=road).output, (x,), (x,))[1], x * output)
 
 
+@tiled
 @pytest.mark.parametrize("name", INPUTS)
-def test_the_tiles_refuse_a_second_derivative(name):
+def test_the_tiles_refuse_a_second_derivative(name, road):
     given = tensors_of_a_call()
     x = given.pop(name).requires_grad_()
-    (first,) = torch.autograd.grad(ran("torch", given, {name: x}).output.square().sum(), x, create_graph=True)
+    (first,) = torch.autograd.grad(ran(road, given, {name: x}).output.square().sum(), x, create_graph=True)
     with refused("Second"):
         first.sum().backward()
 
@@ -399,28 +407,30 @@ NESTED = {
 }
 
 
+@tiled
 @pytest.mark.parametrize("way", NESTED)
-def test_the_tiles_refuse_however_it_is_asked(way):
+def test_the_tiles_refuse_however_it_is_asked(way, road):
     q, k = draw(0, 2, 3, 2), draw(1, 2, 4, 2)
 
     def f(road):
         return lambda x: attend(x, k, k, backend=road).output.sin().sum()
 
     with pytest.raises(BackendError, match=r"(?s)derivatives do not pass.*backend='reference'"):
-        NESTED[way](f("torch"), q)
+        NESTED[way](f(road), q)
     assert NESTED[way](f("reference"), q).abs().max() > 1e-3
 
 
 # --- pressure -------------------------------------------------------------------------------------------------------
 
 
+@tiled
 @ladings
 @kinds
-def test_pressure_is_the_derivative_to_the_log_of_the_scale(kind, laden):
+def test_pressure_is_the_derivative_to_the_log_of_the_scale(kind, laden, road):
     leaves, options = call(kind, laden)
     heads = leaves["q"].shape[1]
     scale = leaves.pop("scale", torch.full((heads,), 0.8, dtype=torch.float64)).detach().requires_grad_()
-    attended = ran("torch", leaves, options, scale=scale)
+    attended = ran(road, leaves, options, scale=scale)
     loss_of(attended.output).backward()
     pressure = attended.reading.pressure
     assert pressure.shape == attended.output.shape[:-1]
@@ -430,41 +440,43 @@ def test_pressure_is_the_derivative_to_the_log_of_the_scale(kind, laden):
     with torch.no_grad():
         for head in range(heads):
             apart = step * torch.eye(heads, dtype=torch.float64)[head]
-            up, down = (
-                loss_of(ran("torch", leaves, options, scale=scale * torch.exp(x)).output) for x in (apart, -apart)
-            )
+            up, down = (loss_of(ran(road, leaves, options, scale=scale * torch.exp(x)).output) for x in (apart, -apart))
             agree(per_head[head], (up - down) / (2 * step), f"head {head}", 1e-7)
     assert per_head.abs().min() > 1e-4  # zeros would not do
 
 
+@tiled
 @pytest.mark.parametrize("kind", [kind for kind, options in KINDS.items() if "softcap" not in options])
-def test_without_softcap_pressure_is_q_times_its_gradient(kind):
+def test_without_softcap_pressure_is_q_times_its_gradient(kind, road):
     leaves, options = call(kind, laden=True)
-    attended = ran("torch", leaves, options)
+    attended = ran(road, leaves, options)
     loss_of(attended.output).backward()
     q = leaves["q"]
     agree(attended.reading.pressure, (q * q.grad).sum(-1).detach(), "⟨q, dL/dq⟩")
 
 
-def test_the_statistics_press_too():
+@tiled
+def test_the_statistics_press_too(road):
     leaves, options = call("all at once", laden=True)
     scale = leaves["scale"]
-    found, reading = gradients("torch", leaves, options)
+    found, reading = gradients(road, leaves, options)
     agree(reading.pressure.sum((0, 2)), (scale * found["scale"]).detach(), "pressure")
 
 
-def test_pressure_of_read():
+@tiled
+def test_pressure_of_read(road):
     q, k = draw(0, 2, 3, 2).requires_grad_(), draw(1, 2, 4, 2)
-    reading = read(q, k, differentiable=True, backend="torch")
+    reading = read(q, k, differentiable=True, backend=road)
     reading.entropy.square().sum().backward()
     agree(reading.pressure, (q * q.grad).sum(-1).detach(), "pressure")
     assert reading.gradient_flow.isnan().all()  # without values no gradient reached the weights
 
 
+@tiled
 @pytest.mark.parametrize("scale", [0.0, torch.zeros(()), torch.zeros(2)], ids=["number", "scalar tensor", "per head"])
-def test_no_scale_no_pressure(scale):
+def test_no_scale_no_pressure(scale, road):
     q, k, v = (draw(i, 2, 3, 2).requires_grad_() for i in range(3))
-    output, reading = attend(q, k, v, scale=scale, softcap=3.0, backend="torch")
+    output, reading = attend(q, k, v, scale=scale, softcap=3.0, backend=road)
     loss_of(output).backward()
     assert (reading.pressure == 0).all()
     agree(reading.gradient_flow, torch.ones(2, 3, dtype=torch.float64), "gradient_flow")
@@ -491,11 +503,12 @@ def flow_by_definition(leaves, options):
     return torch.where(visible.sum(-1) > 1, variance(p) / variance(uniform), math.nan).detach()
 
 
+@tiled
 @ladings
 @kinds
-def test_gradient_flow_is_what_it_is_defined_as(kind, laden, small_tiles):
+def test_gradient_flow_is_what_it_is_defined_as(kind, laden, road, small_tiles):
     leaves, options = call(kind, laden)
-    attended = ran("torch", leaves, options)
+    attended = ran(road, leaves, options)
     loss_of(attended.output).backward()
     flow = attended.reading.gradient_flow
     agree(flow, flow_by_definition(leaves, options), "gradient_flow", 1e-9)
@@ -503,54 +516,59 @@ def test_gradient_flow_is_what_it_is_defined_as(kind, laden, small_tiles):
     assert (flow[~flow.isnan()] > 0).all()
 
 
-def test_a_value_dropped_everywhere_leaves_nothing_to_share():
+@tiled
+def test_a_value_dropped_everywhere_leaves_nothing_to_share(road):
     # Two keys alike to the loss: no variance, hence no share of it.
     q, k, v = draw(0, 1, 2, 2).requires_grad_(), draw(1, 1, 2, 2), torch.ones(1, 2, 2, dtype=torch.float64)
-    output, reading = attend(q, k, v, backend="torch")
+    output, reading = attend(q, k, v, backend=road)
     output.sum().backward()
     assert reading.gradient_flow.isnan().all()
     assert not q.grad.isnan().any()
 
 
+@tiled
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"sinks": torch.tensor([0.5, 2.0])}], ids=str)
-def test_all_of_it_flows_through_uniform_weights(options):
+def test_all_of_it_flows_through_uniform_weights(options, road):
     q, k, v = torch.zeros(2, 6, 3, requires_grad=True), draw(1, 2, 6, 3).float(), draw(2, 2, 6, 3).float()
-    output, reading = attend(q, k, v, backend="torch", **options)
+    output, reading = attend(q, k, v, backend=road, **options)
     (output * draw(3, 2, 6, 3)).sum().backward()
     flow = reading.gradient_flow[reading.visible_keys > 1]
     agree(flow, torch.ones_like(flow), "gradient_flow", 1e-5)
 
 
+@tiled
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_none_of_it_flows_through_saturated_weights(dtype):
+def test_none_of_it_flows_through_saturated_weights(dtype, road):
     q, k, v = (draw(i, 3, 8, 4, dtype=dtype).requires_grad_() for i in range(3))
-    output, reading = attend(q, k, v, scale=1e4, backend="torch")
+    output, reading = attend(q, k, v, scale=1e4, backend=road)
     (output.double() * draw(3, 3, 8, 4)).sum().backward()
     assert reading.gradient_flow.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     # The centre of the weighted variance comes from an output that was rounded to the operands' dtype.
     assert reading.gradient_flow.abs().max() < max(1e-6, 4 * torch.finfo(dtype).eps ** 2)
 
 
+@tiled
 @pytest.mark.parametrize("sink", [20.0, 40.0, 1000.0])
-def test_a_sink_that_takes_all_hides_no_flow(sink):
+def test_a_sink_that_takes_all_hides_no_flow(sink, road):
     # Defined by the weights without the sink, which are as they were.
     q, k, v, upstream = (draw(i, 2, 3, 2) for i in range(4))
     q.requires_grad_()
     flows = []
     for sinks in (torch.full((2,), -math.inf), torch.full((2,), sink)):
-        output, reading = attend(q, k, v, sinks=sinks, backend="torch")
+        output, reading = attend(q, k, v, sinks=sinks, backend=road)
         # Upstream gradients are the same whatever the output, however small that is.
         (output * upstream).sum().backward()
         flows.append(reading.gradient_flow)
     agree(flows[1], flows[0], "gradient_flow", 1e-6)
 
 
-def test_on_average_it_is_the_flow():
+@tiled
+def test_on_average_it_is_the_flow(road):
     # For normal dP the mean of Var_p/Var is the ratio of the means: (1 − Σp²) / (1 − 1/n).
     n, draws = 6, 4000
     q, k = 2 * draw(0, 1, 1, 3, 2), draw(1, 1, 1, n, 2)
     v = draw(2, draws, 1, n, 1).requires_grad_()
-    output, reading = attend(q, k, v, backend="torch")
+    output, reading = attend(q, k, v, backend=road)
     output.sum().backward()
     flow = reading.gradient_flow[:, 0] * (1 - 1 / n)
     error = (flow.mean(0) - reading.flow[0, 0]) / (flow.std(0) / math.sqrt(draws))
@@ -565,11 +583,12 @@ def measured(reading):
     return reading.gradient_flow is not None, reading.pressure is not None
 
 
+@tiled
 @pytest.mark.parametrize("rank", [2, 3, 4, 5])
-def test_filled_after_a_backward_pass_and_not_before(rank):
+def test_filled_after_a_backward_pass_and_not_before(rank, road):
     shape = (2, 3, 2, 5, 3)[-rank:]
     q, k, v = (draw(i, *shape).requires_grad_() for i in range(3))
-    output, reading = attend(q, k, v, backend="torch")
+    output, reading = attend(q, k, v, backend=road)
     assert measured(reading) == (False, False)
     assert "pressure" not in repr(reading)
     assert "pressure" not in reading.to_dict()
@@ -584,6 +603,7 @@ def test_filled_after_a_backward_pass_and_not_before(rank):
     agree(reading.pressure, (q * q.grad).sum(-1).detach(), "pressure")
 
 
+@tiled
 @pytest.mark.parametrize(
     ("stats", "expected"),
     [
@@ -596,41 +616,44 @@ def test_filled_after_a_backward_pass_and_not_before(rank):
     ],
     ids=str,
 )
-def test_filled_when_asked_for(stats, expected):
+def test_filled_when_asked_for(stats, expected, road):
     q = draw(0, 2, 3, 2).requires_grad_()
-    output, reading = attend(q, q, q, stats=stats, backend="torch")
+    output, reading = attend(q, q, q, stats=stats, backend=road)
     output.sum().backward()
     assert measured(reading) == expected
 
 
+@tiled
 @pytest.mark.parametrize("name", INPUTS)
-def test_filled_whichever_input_needs_a_gradient(name):
+def test_filled_whichever_input_needs_a_gradient(name, road):
     given = tensors_of_a_call()
     given[name].requires_grad_()
-    output, reading = ran("torch", given, {})
+    output, reading = ran(road, given, {})
     loss_of(output).backward()
     assert measured(reading) == (True, True)
     full = tensors_of_a_call()
     full["q"].requires_grad_()
-    loss_of(ran("torch", full, {}).output).backward()
+    loss_of(ran(road, full, {}).output).backward()
     agree(reading.pressure, (full["q"] * full["q"].grad).sum(-1).detach(), "pressure")
 
 
-def test_never_filled_without_gradients():
+@tiled
+def test_never_filled_without_gradients(road):
     q = draw(0, 2, 3, 2).requires_grad_()
     with torch.no_grad():
-        assert measured(attend(q, q, q, backend="torch").reading) == (False, False)
-    assert measured(attend(q.detach(), q.detach(), q.detach(), backend="torch").reading) == (False, False)
+        assert measured(attend(q, q, q, backend=road).reading) == (False, False)
+    assert measured(attend(q.detach(), q.detach(), q.detach(), backend=road).reading) == (False, False)
 
 
+@tiled
 @pytest.mark.parametrize("backward", [True, False])
-def test_the_reading_outlives_the_graph_and_does_not_keep_it(backward):
+def test_the_reading_outlives_the_graph_and_does_not_keep_it(backward, road):
     leaf, k, v = draw(0, 2, 3, 2).requires_grad_(), draw(1, 2, 4, 2), draw(2, 2, 4, 2)
     gc.collect()
     gc.disable()  # freed by count, not by the collector: nothing points in a circle
     try:
         q = 2 * leaf
-        output, reading = attend(q, k, v, backend="torch")
+        output, reading = attend(q, k, v, backend=road)
         inside, result = weakref.ref(q), weakref.ref(output)
         if backward:
             loss_of(output).backward()
@@ -644,9 +667,10 @@ def test_the_reading_outlives_the_graph_and_does_not_keep_it(backward):
         agree(reading.pressure, (leaf * leaf.grad).sum(-1).detach(), "pressure")
 
 
-def test_two_readings_do_not_mix():
+@tiled
+def test_two_readings_do_not_mix(road):
     q, k, v = (draw(i, 2, 3, 2).requires_grad_() for i in range(3))
-    one, two = attend(q, k, v, backend="torch"), attend(q, k, v, scale=2.0, backend="torch")
+    one, two = attend(q, k, v, backend=road), attend(q, k, v, scale=2.0, backend=road)
     loss_of(two.output).backward()
     assert (measured(one.reading), measured(two.reading)) == ((False, False), (True, True))
     kept = two.reading.pressure.clone()
@@ -654,16 +678,17 @@ def test_two_readings_do_not_mix():
     assert torch.equal(two.reading.pressure, kept)
     assert not torch.equal(one.reading.pressure, kept)
     # In one graph, one after the other.
-    first = attend(q, k, v, backend="torch")
-    second = attend(first.output, k, v, backend="torch")
+    first = attend(q, k, v, backend=road)
+    second = attend(first.output, k, v, backend=road)
     to_q, to_first = torch.autograd.grad(loss_of(second.output), (q, first.output))
     agree(first.reading.pressure, (q * to_q).sum(-1).detach(), "first")
     agree(second.reading.pressure, (first.output * to_first).sum(-1).detach(), "second")
 
 
-def test_a_second_backward_pass_overwrites():
+@tiled
+def test_a_second_backward_pass_overwrites(road):
     q, k, v = (draw(i, 2, 3, 2).requires_grad_() for i in range(3))
-    output, reading = attend(q, k, v, backend="torch")
+    output, reading = attend(q, k, v, backend=road)
     loss = loss_of(output)
     loss.backward(retain_graph=True)
     once, flow = reading.pressure.clone(), reading.gradient_flow.clone()
@@ -672,20 +697,22 @@ def test_a_second_backward_pass_overwrites():
     agree(reading.gradient_flow, flow, "gradient_flow")
 
 
-def test_a_checkpointed_call_is_measured_too():
+@tiled
+def test_a_checkpointed_call_is_measured_too(road):
     # Activation checkpointing runs the call again; the Reading at hand is of the first run.
     q, k, v = (draw(i, 2, 3, 2).requires_grad_() for i in range(3))
-    output, reading = checkpoint(lambda q, k, v: attend(q, k, v, backend="torch"), q, k, v, use_reentrant=False)
+    output, reading = checkpoint(lambda q, k, v: attend(q, k, v, backend=road), q, k, v, use_reentrant=False)
     loss_of(output).backward()
     assert measured(reading) == (True, True)
     agree(reading.pressure, (q * q.grad).sum(-1).detach(), "pressure")
 
 
-def test_a_call_whose_tensors_are_kept_elsewhere_is_measured_too():
+@tiled
+def test_a_call_whose_tensors_are_kept_elsewhere_is_measured_too(road):
     # As torch.autograd.graph.save_on_cpu does for those of a GPU: the backward pass gets copies.
     q, k, v = (draw(i, 2, 3, 2).requires_grad_() for i in range(3))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
-        output, reading = attend(q, k, v, backend="torch")
+        output, reading = attend(q, k, v, backend=road)
     loss_of(output).backward()
     assert measured(reading) == (True, True)
 
@@ -809,11 +836,12 @@ def test_gradients_keep_the_error_budget(case, dtype, road, monkeypatch):
         assert result.ok, f"{name}: {result}"
 
 
-def test_a_learned_scale_in_a_narrow_type_keeps_its_type():
+@tiled
+def test_a_learned_scale_in_a_narrow_type_keeps_its_type(road):
     q = draw(0, 2, 3, 2, dtype=torch.bfloat16)
     for shape, dtype in itertools.product([(), (2,)], [torch.bfloat16, torch.float32, torch.float64]):
         scale = torch.full(shape, 0.5, dtype=dtype, requires_grad=True)
-        attend(q, q, q, scale=scale, backend="torch").output.float().square().sum().backward()
+        attend(q, q, q, scale=scale, backend=road).output.float().square().sum().backward()
         assert (scale.grad.dtype, scale.grad.shape) == (dtype, shape)
         assert (scale.grad != 0).all()
 
@@ -849,7 +877,7 @@ def test_nothing_leaks_from_hidden_keys(way, poison, road, small_tiles):
     for name in ("k", "v"):
         assert (found[name][..., 3:, :] == 0).all()
         assert (found[name][..., :3, :] != 0).any()
-    if road == "torch":
+    if road != "reference":
         agree(reading.pressure, expected_reading.pressure, "pressure")
         agree(reading.gradient_flow, expected_reading.gradient_flow, "gradient_flow")
 
@@ -894,7 +922,7 @@ def test_rows_that_see_nothing_have_no_gradient(road, small_tiles):
         assert nothing.sum() == 12  # 3 rows of 6, 2 heads, head_dim 2
         assert (found["q"][nothing] == 0).all()
         assert all(x.isfinite().all() for x in found.values())
-        if road == "torch":
+        if road != "reference":
             assert (reading.pressure[reading.visible_keys == 0] == 0).all()
     found, reading = gradients(road, leaves, {"attn_mask": torch.zeros(5, dtype=torch.bool)})
     assert all((x == 0).all() for x in found.values())
@@ -1000,7 +1028,7 @@ def test_per_sample_gradients_are_a_loop(kind, rank, road, small_tiles):
         for name in leaves:
             agree(found[name][i], expected[name], name)
         agree(readings.entropy[i], reading.entropy.detach(), "entropy")
-        if road == "torch":
+        if road != "reference":
             agree(readings.pressure[i], reading.pressure, "pressure")
             agree(readings.gradient_flow[i], reading.gradient_flow, "gradient_flow")
 
@@ -1023,8 +1051,9 @@ def test_a_backward_pass_through_vmap(axis, road):
         agree(one, two)
 
 
+@tiled
 @pytest.mark.parametrize("kind", ["no mask", "bool", "causal", "grouped heads", "dropout", "all at once"])
-def test_jacobians(kind):
+def test_jacobians(kind, road):
     # Rows of a Jacobian are gradients with vmap over what comes from above alone.
     leaves, options = call(kind, laden=True)
     names, inputs = list(leaves), tuple(x.detach() for x in leaves.values())
@@ -1035,24 +1064,25 @@ def test_jacobians(kind):
 
     expected = torch.autograd.functional.jacobian(fn("reference"), inputs)
     for found in (
-        jacrev(fn("torch"), places)(*inputs),
-        torch.autograd.functional.jacobian(fn("torch"), inputs, vectorize=True),
-        torch.autograd.functional.jacobian(fn("torch"), inputs),
+        jacrev(fn(road), places)(*inputs),
+        torch.autograd.functional.jacobian(fn(road), inputs, vectorize=True),
+        torch.autograd.functional.jacobian(fn(road), inputs),
     ):
         for name, one, two in zip(names, found, expected, strict=True):
             agree(one, two, name)
 
 
-def test_jacobians_of_each_sample():
+@tiled
+def test_jacobians_of_each_sample(road):
     q, k = draw(0, 3, 2, 3, 2), draw(1, 2, 4, 2)
 
     def fn(road, **options):
         return lambda q: attend(q, k, k, backend=road, **options).output
 
-    agree(vmap(jacrev(fn("torch")))(q), torch.stack([jacrev(fn("reference"))(x) for x in q]))
+    agree(vmap(jacrev(fn(road)))(q), torch.stack([jacrev(fn("reference"))(x) for x in q]))
     # With one seed the entries of vmap drop alike, as a loop over them would.
     own = torch.stack([jacrev(fn("reference", dropout_p=0.4, seed=3))(x) for x in q])
-    agree(vmap(jacrev(fn("torch", dropout_p=0.4, seed=3)))(q), own)
+    agree(vmap(jacrev(fn(road, dropout_p=0.4, seed=3)))(q), own)
 
 
 @roads
@@ -1066,9 +1096,10 @@ def test_vjp(road):
         agree(one, two)
 
 
-def test_vmap_with_dropout_takes_one_seed():
+@tiled
+def test_vmap_with_dropout_takes_one_seed(road):
     q = draw(0, 4, 2, 3, 2)
-    options = {"dropout_p": 0.4, "seed": 9, "backend": "torch"}
+    options = {"dropout_p": 0.4, "seed": 9, "backend": road}
     found = vmap(lambda x: attend(x, x, x, **options).output)(q)
     agree(found, torch.stack([attend(x, x, x, **options).output for x in q]))
     loss = vmap(grad(lambda x: loss_of(attend(x, x, x, **options).output)))(q)
@@ -1077,10 +1108,11 @@ def test_vmap_with_dropout_takes_one_seed():
     agree(loss, leaf.grad)
 
 
+@tiled
 @pytest.mark.parametrize("randomness", ["error", "same", "different"])
-def test_vmap_with_dropout_and_no_seed(randomness):
+def test_vmap_with_dropout_and_no_seed(randomness, road):
     q = draw(0, 4, 2, 3, 2)
-    run = vmap(lambda x: attend(x, x, x, dropout_p=0.4, backend="torch").output, randomness=randomness)
+    run = vmap(lambda x: attend(x, x, x, dropout_p=0.4, backend=road).output, randomness=randomness)
     if randomness == "same":
         torch.manual_seed(0)
         first = run(q)
@@ -1105,7 +1137,7 @@ torch.set_num_threads(1)
 peak = lambda: int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1]) / 1024
 def run(n, **options):
     q, k, v = (torch.randn(1, n, 64, requires_grad=True) for _ in range(3))
-    output, reading = attemper.attend(q, k, v, backend="torch", **options)
+    output, reading = attemper.attend(q, k, v, backend=sys.argv[3], **options)
     output.square().sum().backward()
     assert torch.isfinite(q.grad).all() and reading.pressure.shape == (1, n)
 run(64)  # what is loaded and allocated once
@@ -1120,14 +1152,15 @@ print(peak() - before)
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def megabytes(case, n):
-    run = subprocess.run([sys.executable, "-c", MEASURE, case, str(n)], check=True, capture_output=True, text=True)
-    return float(run.stdout)
+def megabytes(case, n, road="torch"):
+    command = [sys.executable, "-c", MEASURE, case, str(n), road]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 @on_linux
-def test_memory_grows_with_n_forward_and_backward():
-    short, middle, long = (megabytes("full", n) for n in (2048, 4096, 8192))
+@tiled
+def test_memory_grows_with_n_forward_and_backward(road):
+    short, middle, long = (megabytes("full", n, road) for n in (2048, 4096, 8192))
     # Four times as long: a square would take sixteen times as much.
     assert middle < 2 * short + 10
     assert long < 3 * short + 20
@@ -1135,9 +1168,10 @@ def test_memory_grows_with_n_forward_and_backward():
 
 
 @on_linux
-def test_memory_of_a_window_does_too():
+@tiled
+def test_memory_of_a_window_does_too(road):
     # Operands, gradients and output are 8 MB each; the square would be 4 GB.
-    assert megabytes("window", 32768) < 200
+    assert megabytes("window", 32768, road) < 200
 
 
 @on_linux

@@ -17,7 +17,7 @@ from ..._progress import tell
 from ._target import target, target_machine
 
 KERNELS = {
-    "_forward": ("forward_f32", "forward_f64", "forward_bf16", "merge_f32", "merge_f64"),
+    "_forward": ("forward_f32", "forward_f64", "forward_bf16", "thin_f32", "thin_f64", "merge_f32", "merge_f64"),
     "_backward": ("backward_f32", "backward_f64", "gather_f32", "gather_f64"),
     "_careful": ("careful",),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import float32, float64, int64, types, uint32, uint64
+from numba import float32, float64, int64, types, uint8, uint16, uint32, uint64
 
 from . import _slots as slot
 from ._compile import by_kind, kernel
@@ -92,6 +92,9 @@ from ._tile import (
 
 LN2 = float(np.log(2))
 BYTES = target().bits // 8
+
+MANY, FEW = uint16, uint8
+"""Kernels for many rows and for few: told apart by a kind, so that neither is compiled with what the other needs."""
 
 
 # Weights.
@@ -397,17 +400,20 @@ def lay_mask(d: Any, room: Any, panel: Any, batch: int, head: int, first: int, l
     pack_mask(room.bias, width, room.corner, rows, n, kind, key_stride, first, last - first)
 
 
-def thin_rows_of(d: Any, room: Any, panel: Any, k: Any, k_stride: int, first: int, last: int, tile: int) -> None:
+def thin_rows_of(
+    d: Any, room: Any, panel: Any, k: Any, k_stride: int, first: int, last: int, tile: int, mode: Any
+) -> None:
     """The scores of a panel of few rows."""
 
 
 @by_kind(thin_rows_of)
-def _thin_rows_of(d: Any, room: Any, panel: Any, k: Any, k_stride: Any, first: Any, last: Any, tile: Any) -> Any:
-    if k.dtype == types.uint32:
-        # Never so: pairs are not used for few rows.
-        return lambda d, room, panel, k, k_stride, first, last, tile: None
+def _thin_rows_of(
+    d: Any, room: Any, panel: Any, k: Any, k_stride: Any, first: Any, last: Any, tile: Any, mode: Any
+) -> Any:
+    if mode.dtype != FEW:
+        return lambda d, room, panel, k, k_stride, first, last, tile, mode: None
 
-    def rows(d: Any, room: Any, panel: Any, k: Any, k_stride: int, first: int, last: int, tile: int) -> None:
+    def rows(d: Any, room: Any, panel: Any, k: Any, k_stride: int, first: int, last: int, tile: int, mode: Any) -> None:
         step = lanes(k)
         deep = (d[slot.DEPTH] + step - 1) // step * step
         for j in range(first, last, step):
@@ -420,16 +426,20 @@ def _thin_rows_of(d: Any, room: Any, panel: Any, k: Any, k_stride: Any, first: A
     return rows
 
 
-def thin_values_of(d: Any, room: Any, panel: Any, v: Any, v_stride: int, first: int, last: int, tile: int) -> None:
+def thin_values_of(
+    d: Any, room: Any, panel: Any, v: Any, v_stride: int, first: int, last: int, tile: int, mode: Any
+) -> None:
     """The output of a panel of few rows."""
 
 
 @by_kind(thin_values_of)
-def _thin_values_of(d: Any, room: Any, panel: Any, v: Any, v_stride: Any, first: Any, last: Any, tile: Any) -> Any:
-    if v.dtype == types.uint32:
-        return lambda d, room, panel, v, v_stride, first, last, tile: None
+def _thin_values_of(
+    d: Any, room: Any, panel: Any, v: Any, v_stride: Any, first: Any, last: Any, tile: Any, mode: Any
+) -> Any:
+    if mode.dtype != FEW:
+        return lambda d, room, panel, v, v_stride, first, last, tile, mode: None
 
-    def rows(d: Any, room: Any, panel: Any, v: Any, v_stride: int, first: int, last: int, tile: int) -> None:
+    def rows(d: Any, room: Any, panel: Any, v: Any, v_stride: int, first: int, last: int, tile: int, mode: Any) -> None:
         step = lanes(v)
         deep = (d[slot.VALUE_DEPTH] + step - 1) // step * step
         own = at(v, (first - tile) * v_stride)
@@ -451,22 +461,51 @@ def _thin_values_of(d: Any, room: Any, panel: Any, v: Any, v_stride: Any, first:
     return rows
 
 
+def scores_of_many(
+    columns: int, q: Any, k: Any, stride: int, cells: int, present: int, scores: Any, sums: Any, mode: Any
+) -> None:
+    """`scores_of`, where there are many rows."""
+
+
+@by_kind(scores_of_many)
+def _scores_of_many(
+    columns: Any, q: Any, k: Any, stride: Any, cells: Any, present: Any, scores: Any, sums: Any, mode: Any
+) -> Any:
+    if mode.dtype == FEW:
+        return lambda columns, q, k, stride, cells, present, scores, sums, mode: None
+    return lambda columns, q, k, stride, cells, present, scores, sums, mode: scores_of(
+        columns, q, k, stride, cells, present, scores, sums
+    )
+
+
+def values_of_many(columns: int, weights: Any, v: Any, stride: int, cells: int, out: Any, keep: Any, mode: Any) -> None:
+    """`values_of`, where there are many rows."""
+
+
+@by_kind(values_of_many)
+def _values_of_many(columns: Any, weights: Any, v: Any, stride: Any, cells: Any, out: Any, keep: Any, mode: Any) -> Any:
+    if mode.dtype == FEW:
+        return lambda columns, weights, v, stride, cells, out, keep, mode: None
+    return lambda columns, weights, v, stride, cells, out, keep, mode: values_of(
+        columns, weights, v, stride, cells, out, keep
+    )
+
+
 def visit_thin(
-    d: Any, room: Any, panel: Any, tile: int, stop: int, k: Any, k_stride: int, v: Any, v_stride: int
+    d: Any, room: Any, panel: Any, tile: int, stop: int, k: Any, k_stride: int, v: Any, v_stride: int, mode: Any
 ) -> None:
     """`visit` for few rows that only bounds hide keys from: each by itself, with keys in the lanes."""
 
 
 @by_kind(visit_thin)
 def _visit_thin(
-    d: Any, room: Any, panel: Any, tile: Any, stop: Any, k: Any, k_stride: Any, v: Any, v_stride: Any
+    d: Any, room: Any, panel: Any, tile: Any, stop: Any, k: Any, k_stride: Any, v: Any, v_stride: Any, mode: Any
 ) -> Any:
-    if k.dtype == types.uint32:
-        # Never so: pairs are not used for few rows.
-        return lambda d, room, panel, tile, stop, k, k_stride, v, v_stride: None
+    if mode.dtype != FEW:
+        return lambda d, room, panel, tile, stop, k, k_stride, v, v_stride, mode: None
 
     def each_row(
-        d: Any, room: Any, panel: Any, tile: int, stop: int, k: Any, k_stride: int, v: Any, v_stride: int
+        d: Any, room: Any, panel: Any, tile: int, stop: int, k: Any, k_stride: int, v: Any, v_stride: int, mode: Any
     ) -> None:
         state, width, step, scores = panel.state, panel.width, lanes(k), room.scores
         deep = (d[slot.DEPTH] + step - 1) // step * step
@@ -553,6 +592,7 @@ def sum_lanes(x: Any, corner: Any) -> Any:
 def visit(
     d: Any, f: Any, room: Any, panel: Any, batch: int, head: int, tile: int, stop: int, k: Any, k_stride: int, v: Any,
     v_stride: int,
+    mode: Any,
 ) -> None:  # fmt: skip
     """Take the keys of one tile up into the State of a panel."""
     width, state, index, scores = panel.width, panel.state, panel.bounds, room.scores
@@ -561,7 +601,7 @@ def visit(
     if first >= last:
         return
     if d[slot.THIN] and not d[slot.GENERAL] and d[slot.THRESHOLD] == 0:
-        visit_thin(d, room, panel, tile, stop, k, k_stride, v, v_stride)
+        visit_thin(d, room, panel, tile, stop, k, k_stride, v, v_stride, mode)
         return
     first -= (first - tile) % cell
     for left in range(0, width, lanes(state)):
@@ -574,7 +614,7 @@ def visit(
     hidden = general
     thin = d[slot.THIN] != 0
     if thin:
-        thin_rows_of(d, room, panel, k, k_stride, first, last, tile)
+        thin_rows_of(d, room, panel, k, k_stride, first, last, tile, mode)
     for j in range(first, last, KEYS_AT_ONCE):
         present = min(KEYS_AT_ONCE, last - j)
         here = at(scores, (j - first) * width)
@@ -583,7 +623,7 @@ def visit(
             # Where something is hidden, maximum and sum are of what is left, and those of the product are not used.
             sums = at(state, TILE_MAX * width) if plain else at(room.corner, 0)
             own = at(k, (j - tile) * k_stride)
-            scores_of(panel.columns, panel.turned, own, k_stride, d[slot.DEPTH] // cell, present, here, sums)
+            scores_of_many(panel.columns, panel.turned, own, k_stride, d[slot.DEPTH] // cell, present, here, sums, mode)
         if general:
             bias = at(room.bias, (j - first) * width)
             dress(here, width, j, present, state, index, f[slot.SOFTCAP], bias, masked, here, False)
@@ -607,17 +647,17 @@ def visit(
         if d[slot.THRESHOLD] != 0:
             drop(room.weights, width, first, last, index, d[slot.THRESHOLD])
         if thin:
-            thin_values_of(d, room, panel, v, v_stride, first, last, tile)
+            thin_values_of(d, room, panel, v, v_stride, first, last, tile, mode)
             return
         some = (last - first + cell - 1) // cell
         keep = at(state, KEEP * width)
         for i in range(0, d[slot.VALUE_DEPTH], KEYS_AT_ONCE):
             here = at(v, (first - tile) // cell * v_stride + i)
-            values_of(panel.columns, room.weights, here, v_stride, some, at(panel.out, i * width), keep)
+            values_of_many(panel.columns, room.weights, here, v_stride, some, at(panel.out, i * width), keep, mode)
 
 
 @kernel
-def forward_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any) -> None:
+def forward_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any, mode: Any) -> None:
     """All keys, or one split of them, for one block of rows.
 
     The rows of a stack of heads are numbered through; a block is some panels of them.
@@ -675,7 +715,7 @@ def forward_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any)
             pack_rows(v, padded, v_place, d[slot.V_ROW], d[slot.V_INNER], kind, stop - tile, value_depth, padded)
         for p in range(panels):
             panel = panel_at(room, begin, rows, p, depth, value_depth, like, cells)
-            visit(d, f, room, panel, batch, head, tile, stop, k, k_stride, v, v_stride)
+            visit(d, f, room, panel, batch, head, tile, stop, k, k_stride, v, v_stride, mode)
     for p in range(panels):
         panel = panel_at(room, begin, rows, p, depth, value_depth, like, cells)
         if d[slot.SPLITS] == 1:
@@ -888,7 +928,7 @@ def take_up(state: Any, out: Any, other: Any, width: int, depth: int) -> None:
 
 
 @kernel
-def merge_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any) -> None:
+def merge_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any, mode: Any) -> None:
     """Merge the splits of a block of rows, and finish it."""
     block, unit = d[slot.BLOCKS] - 1 - task % d[slot.BLOCKS], task // d[slot.BLOCKS]
     stacks = d[slot.HEADS] // d[slot.STACK]
@@ -916,7 +956,7 @@ def merge_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any) -
 # Entries. A worker takes tasks until there are none left.
 
 
-def _entry(task: Any, kind: Any, cell: Any) -> Any:
+def _entry(task: Any, kind: Any, cell: Any, mode: Any = MANY) -> Any:
     @kernel
     def work(address: int) -> None:
         d, f = pointer(address, int64), pointer(address, float64)
@@ -925,7 +965,7 @@ def _entry(task: Any, kind: Any, cell: Any) -> Any:
             return
         scratch = d[slot.SCRATCH] + count_up(d, slot.WORKER) * d[slot.SCRATCH_BYTES]
         while number < d[slot.TASKS]:
-            task(d, f, number, scratch, pointer(0, kind), pointer(0, cell))
+            task(d, f, number, scratch, pointer(0, kind), pointer(0, cell), pointer(0, mode))
             number = count_up(d, slot.TASK)
 
     return work
@@ -933,4 +973,5 @@ def _entry(task: Any, kind: Any, cell: Any) -> Any:
 
 forward_f32, forward_f64 = _entry(forward_task, float32, float32), _entry(forward_task, float64, float64)
 forward_bf16 = _entry(forward_task, float32, uint32)
+thin_f32, thin_f64 = _entry(forward_task, float32, float32, FEW), _entry(forward_task, float64, float64, FEW)
 merge_f32, merge_f64 = _entry(merge_task, float32, float32), _entry(merge_task, float64, float64)

@@ -131,7 +131,8 @@ def plan(
     # What is a pair of bfloat16 must lie side by side, and its scale cannot be taken up by q.
     pairs = q.kind == slot.BF16 and target().bfloat16 and depth % 2 == 0 and positive and not thin
     pairs = pairs and q.strides[3] == k.strides[3] == 1 and k.strides[2] % 2 == 0 and (v is None or v.strides[3] == 1)
-    kernel = "forward_bf16" if pairs else "forward_f64" if item == 8 else "forward_f32"
+    suffix = "bf16" if pairs else "f64" if item == 8 else "f32"
+    kernel = f"thin_{suffix}" if thin else f"forward_{suffix}"
     scratch = slot.room_bytes(target().lanes(item), item, depth, max(value_depth, 0))
     return Plan(words, kernel, item, rows, tasks, splits, scratch, products, pairs)
 
