@@ -948,7 +948,7 @@ def compiled(tmp_path_factory):
 def test_a_kernel_is_compiled_and_kept(compiled):
     folder, said = compiled
     (file,) = folder.iterdir()  # and nothing unfinished beside it
-    assert file.name.startswith("forward_f64-")
+    assert file.name.startswith("thin_f64-")
     assert file.stat().st_size > 10_000
     stage = f"Compiling forward_f64 for {target().instructions}, once on this machine"
     assert said["told"] == [[stage, 0, 1], [stage, 1, 1]]
