@@ -14,6 +14,7 @@ import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,16 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def two_threads(threads):
-    threads(2)
-    assert _threads.threads() == 2
+@contextmanager
+def at_work(many):
+    """As many threads for the kernels; the other roads, with two on two busy cores, would wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(many)
+    try:
+        assert _threads.threads() == many
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def draw(seed, *shape, dtype=torch.float64):
@@ -245,11 +252,12 @@ SPLIT = {
 NARROW = ("plain", "grouped heads", "causal", "bias", "softcap", "sinks", "dropout", "scale per head", "head_dim 40")
 
 
-def assert_right(case, name, *, differentiable=False):
+def assert_right(case, name, *, differentiable=False, many=1):
     """The gradients of the kernels in one type are those of explicit matrices in float64, as far as the type allows."""
     dtype = getattr(torch, name)
     truth, _ = case.gradients("reference", torch.float64, differentiable=differentiable)
-    found, _ = case.gradients("cpu", dtype, differentiable=differentiable)
+    with at_work(many):
+        found, _ = case.gradients("cpu", dtype, differentiable=differentiable)
     plains = [case.gradients(road, dtype, differentiable=differentiable)[0] for road in ("reference", "torch")]
     for leaf_name, wanted in truth.items():
         assert found[leaf_name].dtype == dtype
@@ -281,8 +289,8 @@ def test_gradients_in_sixteen_bits(name, dtype):
 
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gradients_where_threads_share_the_keys(name, dtype, two_threads):
-    assert_right(SPLIT[name], dtype)
+def test_gradients_where_threads_share_the_keys(name, dtype):
+    assert_right(SPLIT[name], dtype, many=2)
 
 
 @pytest.mark.parametrize("name", ["plain", "causal, offset −20: rows that see nothing", "bool mask", "all at once"])
@@ -290,8 +298,8 @@ def test_gradients_of_fields(name):
     assert_right(CASES[name], "float32", differentiable=True)
 
 
-def test_gradients_of_fields_where_threads_share_the_keys(two_threads):
-    assert_right(SPLIT["bool mask, sinks, softcap"], "float32", differentiable=True)
+def test_gradients_of_fields_where_threads_share_the_keys():
+    assert_right(SPLIT["bool mask, sinks, softcap"], "float32", differentiable=True, many=2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -327,8 +335,9 @@ def test_what_a_backward_pass_measures(name):
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_what_a_backward_pass_measures_where_threads_share_the_keys(name, two_threads):
-    _, found = SPLIT[name].gradients("cpu", torch.float64)
+def test_what_a_backward_pass_measures_where_threads_share_the_keys(name):
+    with at_work(2):
+        _, found = SPLIT[name].gradients("cpu", torch.float64)
     _, wanted = SPLIT[name].gradients("torch", torch.float64)
     for field in AFTER_BACKWARD:
         one, two = getattr(found, field), getattr(wanted, field)
@@ -384,14 +393,14 @@ def assert_same_call(found, wanted, plain, dtype):
 )
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_few_queries_and_many_keys(many, heads, kv_heads, options, queries, dtype, threads):
-    threads(many)
+def test_few_queries_and_many_keys(many, heads, kv_heads, options, queries, dtype):
     rng = np.random.default_rng(0)
     q = 2 * rng.standard_normal((2, heads, queries, 64))
     k, v = rng.standard_normal((2, 2, kv_heads, 5000, 64))
     narrow = [x.astype(dtype) for x in (q, k, v)]
     options = {**options, "enable_gqa": True}
-    found = attend(*narrow, **options, backend="cpu")
+    with at_work(many):
+        found = attend(*narrow, **options, backend="cpu")
     assert found.reading.backend == "cpu"
     wanted = attend(*(x.astype(np.float64) for x in narrow), **options, backend="reference")
     assert_same_call(found, wanted, attend(*narrow, **options, backend="numpy"), dtype)
@@ -459,8 +468,8 @@ def differentiated(given, options, upstream):
 
 @pytest.mark.parametrize("many", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("place", ["k", "v", "kv"])
+@pytest.mark.parametrize("poison", [math.nan, -math.inf], ids=str)
+@pytest.mark.parametrize("place", ["k", "v"])
 @pytest.mark.parametrize("way", HIDING)
 def test_what_nobody_sees_reaches_nothing(way, place, poison, dtype, many, threads):
     threads(many)
@@ -924,12 +933,14 @@ def test_threads_with_torch(threads):
 
 # --- the cache --------------------------------------------------------------------------------------------------------
 
+KERNELS = [kernel for kernels in _code.KERNELS.values() for kernel in kernels]
+
 FIRST_CALL = """
     import json, sys
     import numpy as np, attemper
     told = []
     attemper.on_progress(lambda *news: told.append(news))
-    x = np.random.default_rng(0).standard_normal((2, 5, 4))
+    x = np.random.default_rng(0).standard_normal((2, 50, 4))
     output, reading = attemper.attend(x, x, x)
     assert reading.backend == "cpu", reading.backend
     wanted = attemper.attend(x, x, x, backend="reference").output
@@ -948,9 +959,10 @@ def compiled(tmp_path_factory):
 def test_a_kernel_is_compiled_and_kept(compiled):
     folder, said = compiled
     (file,) = folder.iterdir()  # and nothing unfinished beside it
-    assert file.name.startswith("thin_f64-")
+    kernel = file.name.partition("-")[0]
+    assert kernel in KERNELS
     assert file.stat().st_size > 10_000
-    stage = f"Compiling forward_f64 for {target().instructions}, once on this machine"
+    stage = f"Compiling {kernel} for {target().instructions}, once on this machine"
     assert said["told"] == [[stage, 0, 1], [stage, 1, 1]]
     assert said["numba"]
     assert not said["torch"]
@@ -969,10 +981,13 @@ def test_the_second_process_needs_no_numba(compiled):
 
 def test_another_processor_has_its_own_code(compiled):
     folder, _ = compiled
-    code = "from attemper._backends.cpu import _code; print(_code.cache_file('forward_f64'))"
-    places = {script(code, ATTEMPER_CACHE_DIR=str(folder), **named) for named in ({}, {"NUMBA_CPU_NAME": "generic"})}
-    assert len(places) == 2
-    assert sum(Path(place.strip()).exists() for place in places) == 1
+    (file,) = folder.iterdir()
+    code = "import sys; from attemper._backends.cpu import _code; print(_code.cache_file(sys.argv[1]))"
+    kernel, here = file.name.partition("-")[0], {"ATTEMPER_CACHE_DIR": str(folder)}
+    assert script(code, kernel, **here).strip() == str(file)
+    elsewhere = Path(script(code, kernel, **here, NUMBA_CPU_NAME="generic").strip())
+    assert elsewhere.name.startswith(f"{kernel}-")
+    assert not elsewhere.exists()
 
 
 def test_where_the_cache_is():
@@ -1059,13 +1074,6 @@ def test_progress_goes_to_the_last_who_asked():
         assert on_progress(None) is not listener
     finally:
         on_progress(before)
-
-
-@pytest.mark.parametrize("kernel", [kernel for kernels in _code.KERNELS.values() for kernel in kernels])
-def test_every_kernel_has_a_source(kernel):
-    module = next(name for name, kernels in _code.KERNELS.items() if kernel in kernels)
-    source = (Path(_code.__file__).parent / f"{module}.py").read_text()
-    assert kernel in source
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -48,8 +48,15 @@ def key_of(operands: tuple[Array, ...], options: tuple[Any, ...]) -> Any:
     key = [options, kinds, torch.get_num_threads()]
     recorded, strided = torch.is_grad_enabled(), torch.strided
     for x in operands:
-        # One that is negative only when it is read has to be made so first.
-        if type(x) is not kind or not x.is_cpu or x.is_neg() or x.is_nested or x.layout is not strided:
+        # One that is negative only when it is read, or zero without memory, has to be made so first.
+        if (
+            type(x) is not kind
+            or not x.is_cpu
+            or x.is_neg()
+            or x._is_zerotensor()  # noqa: SLF001
+            or x.is_nested
+            or x.layout is not strided
+        ):
             return None
         if recorded and x.requires_grad:
             return None

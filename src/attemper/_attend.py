@@ -132,9 +132,10 @@ def attend(
     ((8, 128, 64), (8, 128), 'cpu')
     """
     key = None
-    if attn_mask is None and key_lengths is None and cu_seqlens is None and sinks is None and not dropout_p:
+    if attn_mask is None and key_lengths is None and cu_seqlens is None and sinks is None:
         numbers = (scale, softcap, dropout_p, seed, is_causal, query_offset, enable_gqa)
         key = key_of((q, k, v), (*_sides(window), *numbers, stats, differentiable, backend))
+        key = None if key is not None and dropout_p else key
         repeat = None if key is None else remembered(key)
         again = None if repeat is None else repeat(q, k, v)
         if again is not None:
@@ -193,9 +194,10 @@ def read(
     True
     """
     key = None
-    if attn_mask is None and key_lengths is None and cu_seqlens is None and sinks is None and not dropout_p:
+    if attn_mask is None and key_lengths is None and cu_seqlens is None and sinks is None:
         numbers = (scale, softcap, dropout_p, seed, is_causal, query_offset, enable_gqa)
         key = key_of((q, k), (*_sides(window), *numbers, stats, differentiable, backend))
+        key = None if key is not None and dropout_p else key
         repeat = None if key is None else remembered(key)
         again = None if repeat is None else repeat(q, k)
         if again is not None:

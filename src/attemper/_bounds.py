@@ -75,7 +75,9 @@ def key_bounds(
         offset = offset[..., None]
     # Asked of the framework: a length that is being traced is no int.
     here: Any = next((x for x in (key_length, offset, start) if framework_of(x)), None)
-    rows = xp.arange(queries) if here is None or xp is np else xp.arange(queries, device=here.device)
+    # Said also where nothing says it: the default may be another device.
+    place: dict[str, Any] = {} if xp is np else {"device": "cpu" if here is None else here.device}
+    rows = xp.arange(queries, **place)
     position = rows - start + offset
     first = position * 0 if left is None else xp.clip(position - left, 0, None)
     stop = position * 0 + key_length if right is None else xp.clip(position + right + 1, None, key_length)

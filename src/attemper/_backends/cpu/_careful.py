@@ -148,7 +148,9 @@ def careful_row(d: Any, f: Any, row: int, scratch: int) -> None:
         if d[slot.WIDE] != 0:
             write_row(d[slot.WIDE] + place * 4, F32, out, value_depth)
     if d[slot.NONFINITE] != 0:
-        sound = np.isfinite(best) and np.isfinite(total) and np.isfinite(norm) and np.isfinite(mean)
+        # As they are kept: what is finite here may not be there.
+        most = 1.7976931348623157e308 if kind == F64 else 3.4028234663852886e38
+        sound = abs(best) <= most and abs(total) <= most and norm <= most and abs(mean) <= most
         pointer(d[slot.NONFINITE], int64)[row] = 0 if sound else 1
 
 

@@ -306,20 +306,20 @@ def workers_for(tasks: int, products: float) -> int:
 
 def put_scale(desk: _Desk, scale: float, *, pairs: bool) -> tuple[int, int]:
     """One scale for all heads, among the words themselves; the addresses of its parts."""
-    part, exponent = (scale, 0) if pairs else math.frexp(abs(scale))
-    desk.floats[slot.ONE_SCALE] = part or 0.5
-    desk.floats[slot.ONE_POWER] = math.copysign(math.ldexp(1.0, exponent), scale) if scale else 0.0
+    part, exponent = (scale / 2, 1) if pairs else math.frexp(abs(scale))
+    desk.floats[slot.ONE_SCALE] = 2 * part or 1.0
+    desk.floats[slot.ONE_POWER] = math.copysign(math.ldexp(1.0, exponent - 1), scale) if scale else 0.0
     places = desk.address + 8 * slot.ONE_SCALE, desk.address + 8 * slot.ONE_POWER
     desk.words[slot.SCALE], desk.words[slot.POWER] = places
     return places
 
 
 def parts_of(scale: NDArray[np.float64], *, whole: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Scales as numbers between ½ and 1 and powers of 2 with a sign, or as themselves and 1."""
+    """Scales as numbers between 1 and 2 and powers of 2 with a sign, or as themselves and 1."""
     if whole:
         return np.ascontiguousarray(scale), np.ones_like(scale)
     part, exponent = np.frexp(np.abs(scale))
-    return np.where(part == 0, 0.5, part), np.ldexp(np.sign(scale), exponent)
+    return np.where(part == 0, 1.0, 2 * part), np.ldexp(np.sign(scale), exponent - 1)
 
 
 def put_per_head(words: NDArray[np.int64], place: int, x: NDArray[np.float64]) -> int:

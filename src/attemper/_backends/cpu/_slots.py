@@ -22,7 +22,7 @@ ITEM_SIZES = (4, 8, 2, 2, 1)
     SCRATCH,
     SUSPECT,  # the list of such rows
     PARTIAL,  # where the States of splits are left
-    SCALE,  # numbers between ½ and 1; the rest of a scale, a power of 2 and its sign, is in POWER
+    SCALE,  # numbers between 1 and 2; the rest of a scale, a power of 2 and its sign, is in POWER
     POWER,
     SINKS,
     Q, K, V, MASK, FIRST, STOP,

@@ -19,19 +19,22 @@ _KINDS = {getattr(torch, name): kind for name, kind in KINDS.items()}
 
 def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The output and the fields of the Reading that `stats` names."""
+    call = _in_memory(call)
     q = call.q
     names, places, measure = _wanted(stats, call.v is None)
     found: dict[str, Tensor] = {}
     addresses = [0] * len(FIELDS)
     rows = q.shape[:-1]
     if apart:
-        found = {name: torch.empty(rows, dtype=torch.int64 if name in COUNTS else call.wide) for name in names}
+        found = {
+            name: torch.empty(rows, dtype=torch.int64 if name in COUNTS else call.wide, device="cpu") for name in names
+        }
         for name, place in zip(names, places, strict=True):
             addresses[place] = found[name].data_ptr()
     elif names:
         # One piece of memory for all numbers: a tensor takes longer to make than a small problem to solve.
-        numbers = torch.empty((len(FIELDS) - len(COUNTS), *rows), dtype=call.wide)
-        counts = torch.empty((len(COUNTS), *rows), dtype=torch.int64)
+        numbers = torch.empty((len(FIELDS) - len(COUNTS), *rows), dtype=call.wide, device="cpu")
+        counts = torch.empty((len(COUNTS), *rows), dtype=torch.int64, device="cpu")
         parts = (*numbers.unbind(), *counts.unbind())
         step = rows.numel()
         starts = [numbers.data_ptr() + i * step * numbers.element_size() for i in range(len(FIELDS) - len(COUNTS))]
@@ -79,6 +82,19 @@ def _wanted(stats: frozenset[str], no_values: bool) -> tuple[list[str], list[int
     return names, [FIELDS.index(name) for name in names], not NEED_NO_SUMS.issuperset(names)
 
 
+def _in_memory(tensors: Any) -> Any:
+    """The same with every tensor in memory as it reads: not negative only when read, not zero without memory."""
+    odd = [isinstance(x, Tensor) and (x.is_neg() or x._is_zerotensor()) for x in tensors]  # noqa: SLF001
+    if not any(odd):
+        return tensors
+    return type(tensors)(
+        *(
+            torch.add(x, torch.zeros((), dtype=x.dtype, device="cpu")) if strange else x
+            for x, strange in zip(tensors, odd, strict=True)
+        )
+    )
+
+
 def _request(call: Call) -> Request:
     scale = call.scale
     return Request(
@@ -104,8 +120,9 @@ def operand(x: Tensor) -> Operand:
 
 def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:
     """The gradients of (q, k, v, mask, scale, sinks), and what the backward pass measures."""
+    call, saved, upstream = _in_memory(call), _in_memory(saved), _in_memory(upstream)
     q, k, v, wide = call.q, call.k, call.v, call.wide
-    like: dict[str, Any] = {"dtype": wide}
+    like: dict[str, Any] = {"dtype": wide, "device": "cpu"}
     to_q, to_k = (
         torch.empty_like(q, memory_format=torch.contiguous_format),
         torch.empty_like(k, memory_format=torch.contiguous_format),
