@@ -37,6 +37,7 @@ from ._slots import (
     BACKWARD_PARTS,
     BEND,
     CENTRE,
+    CORNER,
     COUNT,
     F32,
     F64,
@@ -74,6 +75,7 @@ from ._tile import (
     lowest,
     pack_rows,
     pack_turned,
+    padded,
     returned_one,
     returned_wide,
     scores_of,
@@ -81,6 +83,10 @@ from ._tile import (
     write_some,
     write_turned,
 )
+
+
+LEAST_PASSING = 1e-30
+"""What a sink may leave of the weights."""
 
 
 class Room(NamedTuple):
@@ -137,7 +143,7 @@ def room_at(scratch: int, deep: int, value_deep: int, keys: int, like: Any) -> A
     state = values + KEY_TILE * value_deep * number
     index = state + PANELS * BACKWARD_PARTS * whole * number
     corner = index + PANELS * INDEX_PARTS * whole * number
-    to_k = corner + step * max(step, KEYS_AT_ONCE) * number
+    to_k = corner + CORNER * step * number
     to_v = to_k + keys * deep * number
     return Room(
         turned=scratch,
@@ -223,7 +229,7 @@ def open_backward(d: Any, f: Any, room: Any, panel: Any, batch: int, head: int, 
         store(state, KEEP * width + left, spread_as(like, 1))
         store(state, REFERENCE * width + left, spread_as(like, 0))
     clear_rows(panel.to_q, depth, width)
-    deep, value_deep = (depth + step - 1) // step * step, (max(value_depth, 0) + step - 1) // step * step
+    deep, value_deep = padded(depth, step), padded(max(value_depth, 0), step)
     # q by rows, with the scale, for the gradient of k.
     turn_back(panel.turned, panel.rows, width, panel.n, depth, deep, state, UNIT, room)
     if value_depth >= 0 and d[slot.GRAD] != 0:
@@ -262,6 +268,9 @@ def open_backward(d: Any, f: Any, room: Any, panel: Any, batch: int, head: int, 
             logit = sinks[batch * d[slot.SINKS_BATCH] + own_head * d[slot.SINKS_HEAD]]
             if logit > -np.inf:
                 passing = 1 / (1 + np.exp(logit - float64(field_at(d, slot.LOGSUMEXP, row, like))))
+            if passing < LEAST_PASSING:
+                # The output, from which the mean of dP is taken, is nearly nothing: too few digits.
+                count_up(d, slot.SUSPECTS)
         pull = state[PULL * width + i]
         state[PEAK * width + i] = peak
         state[SHARE * width + i] = peak * passing
@@ -475,7 +484,7 @@ def visit_back(
             panel.columns, grads, here, k_stride, last - first, at(panel.to_q, i * width), at(state, KEEP * width)
         )
     step = lanes(scores)
-    deep, value_deep = (depth + step - 1) // step * step, (max(value_depth, 0) + step - 1) // step * step
+    deep, value_deep = padded(depth, step), padded(max(value_depth, 0), step)
     give_back(
         grads,
         width,
@@ -594,7 +603,7 @@ def backward_unit(d: Any, f: Any, scratch: int, batch: int, kv_head: int, split:
     step = lanes(like)
     whole = step * COLUMNS
     depth, value_depth, keys = d[slot.DEPTH], max(d[slot.VALUE_DEPTH], 0), d[slot.KEYS]
-    deep, value_deep = (depth + step - 1) // step * step, (value_depth + step - 1) // step * step
+    deep, value_deep = padded(depth, step), padded(value_depth, step)
     share = (keys + d[slot.SPLITS] - 1) // d[slot.SPLITS]
     from_, to = split * share, min((split + 1) * share, keys)
     kind, item = d[slot.KIND], item_size(d[slot.KIND])
@@ -609,7 +618,7 @@ def backward_unit(d: Any, f: Any, scratch: int, batch: int, kv_head: int, split:
     own_kind = item == number
     stack, group = d[slot.STACK], d[slot.GROUP]
     blocks = d[slot.BLOCKS]
-    padded = (depth + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE * KEYS_AT_ONCE
+    whole_depth = (depth + KEYS_AT_ONCE - 1) // KEYS_AT_ONCE * KEYS_AT_ONCE
     for turn in range(group // stack * blocks):
         head = kv_head * group + turn // blocks * stack
         begin = turn % blocks * PANELS * whole
@@ -625,9 +634,11 @@ def backward_unit(d: Any, f: Any, scratch: int, batch: int, kv_head: int, split:
             stop = min(tile + KEY_TILE, high)
             k_place, v_place = k_base + tile * d[slot.K_ROW] * item, v_base + tile * d[slot.V_ROW] * item
             k, k_stride = pointer_as(like, k_place), d[slot.K_ROW]
-            if not (own_kind and d[slot.K_INNER] == 1 and padded == depth):
-                k, k_stride = room.keys, padded
-                pack_rows(k, padded, k_place, d[slot.K_ROW], d[slot.K_INNER], kind, stop - tile, depth, padded)
+            if not (own_kind and d[slot.K_INNER] == 1 and whole_depth == depth):
+                k, k_stride = room.keys, whole_depth
+                pack_rows(
+                    k, whole_depth, k_place, d[slot.K_ROW], d[slot.K_INNER], kind, stop - tile, depth, whole_depth
+                )
             v, v_stride = pointer_as(like, v_place), d[slot.V_ROW]
             if value_depth > 0 and not (own_kind and d[slot.V_INNER] == 1):
                 v, v_stride = room.values, value_depth

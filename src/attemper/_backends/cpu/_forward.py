@@ -38,6 +38,7 @@ from ._simd import (
 from ._slots import (
     CLEAR,
     CLEAR_STOP,
+    CORNER,
     COUNT,
     DRAW_HIGH,
     DRAW_LOW,
@@ -82,6 +83,7 @@ from ._tile import (
     pack_pairs,
     pack_rows,
     pack_turned,
+    padded,
     row_key,
     scores_of,
     thin_scores,
@@ -242,8 +244,7 @@ def room_at(scratch: int, depth: int, value_depth: int, like: Any, cells: Any) -
     step = lanes(like)
     number = BYTES // step
     whole = step * COLUMNS
-    deep = (depth + step - 1) // step * step
-    value_deep = (value_depth + step - 1) // step * step
+    deep, value_deep = padded(depth, step), padded(value_depth, step)
     out = scratch + PANELS * whole * deep * number
     scores = out + PANELS * whole * value_deep * number
     bias = scores + KEY_TILE * whole * number
@@ -253,7 +254,7 @@ def room_at(scratch: int, depth: int, value_depth: int, like: Any, cells: Any) -
     state = values + KEY_TILE * value_deep * number
     index = state + PANELS * PARTS * whole * number
     corner = index + PANELS * INDEX_PARTS * whole * number
-    addresses = corner + step * max(step, KEYS_AT_ONCE) * number
+    addresses = corner + CORNER * step * number
     return Room(
         turned=scratch,
         out=out,
@@ -278,8 +279,7 @@ def panel_at(room: Any, begin: int, rows: int, p: int, depth: int, value_depth: 
     whole = step * COLUMNS
     n = min(whole, rows - p * whole)
     columns = (n + step - 1) // step
-    deep = (depth + step - 1) // step * step
-    value_deep = (value_depth + step - 1) // step * step
+    deep, value_deep = padded(depth, step), padded(value_depth, step)
     return Panel(
         begin=begin + p * whole,
         n=n,
@@ -697,22 +697,22 @@ def forward_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any,
     own_kind = item == BYTES // lanes(like)
     # In whole vectors where they go along the components, else in as many as are taken at once.
     unit = lanes(like) if d[slot.THIN] else KEYS_AT_ONCE
-    padded = (value_depth + unit - 1) // unit * unit
-    k_padded = (depth + unit - 1) // unit * unit if d[slot.THIN] else depth
+    k_wide = (depth + unit - 1) // unit * unit if d[slot.THIN] else depth
+    v_wide = (value_depth + unit - 1) // unit * unit
     for tile in range(low, high, KEY_TILE):
         stop = min(tile + KEY_TILE, high)
         k_place, v_place = k_base + tile * d[slot.K_ROW] * item, v_base + tile * d[slot.V_ROW] * item
         k, k_stride = pointer_as(cells, k_place), d[slot.K_ROW] // cell
-        if cell == 1 and not (own_kind and d[slot.K_INNER] == 1 and k_padded == depth):
-            k, k_stride = room.keys, k_padded
-            pack_rows(k, k_padded, k_place, d[slot.K_ROW], d[slot.K_INNER], kind, stop - tile, depth, k_padded)
+        if cell == 1 and not (own_kind and d[slot.K_INNER] == 1 and k_wide == depth):
+            k, k_stride = room.keys, k_wide
+            pack_rows(k, k_wide, k_place, d[slot.K_ROW], d[slot.K_INNER], kind, stop - tile, depth, k_wide)
         v, v_stride = pointer_as(cells, v_place), d[slot.V_ROW]
         if value_depth > 0 and cell == 2:
-            v, v_stride = room.values, padded
-            pack_pairs(v, padded, v_place, d[slot.V_ROW], stop - tile, value_depth)
-        elif value_depth > 0 and not (own_kind and d[slot.V_INNER] == 1 and padded == value_depth):
-            v, v_stride = room.values, padded
-            pack_rows(v, padded, v_place, d[slot.V_ROW], d[slot.V_INNER], kind, stop - tile, value_depth, padded)
+            v, v_stride = room.values, v_wide
+            pack_pairs(v, v_wide, v_place, d[slot.V_ROW], stop - tile, value_depth)
+        elif value_depth > 0 and not (own_kind and d[slot.V_INNER] == 1 and v_wide == value_depth):
+            v, v_stride = room.values, v_wide
+            pack_rows(v, v_wide, v_place, d[slot.V_ROW], d[slot.V_INNER], kind, stop - tile, value_depth, v_wide)
         for p in range(panels):
             panel = panel_at(room, begin, rows, p, depth, value_depth, like, cells)
             visit(d, f, room, panel, batch, head, tile, stop, k, k_stride, v, v_stride, mode)
@@ -832,7 +832,12 @@ def finish(d: Any, f: Any, room: Any, panel: Any, batch: int, head: int) -> None
             put(d, slot.OUTPUT_NORM, row + left, norm, n, like)
         if d[slot.VISIBLE_KEYS] != 0:
             for i in range(n):
-                pointer(d[slot.VISIBLE_KEYS], int64)[row + left + i] = int64(state[COUNT * width + left + i])
+                count = int64(state[COUNT * width + left + i])
+                if not d[slot.GENERAL]:
+                    # A float32 counts to 2²⁴; where bounds alone hide keys they say it too.
+                    index = panel.bounds
+                    count = max(int64(index[STOPS * width + left + i]) - int64(index[FIRSTS * width + left + i]), 0)
+                pointer(d[slot.VISIBLE_KEYS], int64)[row + left + i] = count
         if d[slot.NONFINITE] != 0:
             for i in range(n):
                 pointer(d[slot.NONFINITE], int64)[row + left + i] = 0
@@ -876,7 +881,7 @@ def partial_at(d: Any, like: Any, task: int, p: int, split: int) -> Any:
     """Where the State of a panel over one split of the keys is left."""
     step = lanes(like)
     whole = step * COLUMNS
-    deep = (max(d[slot.VALUE_DEPTH], 0) + step - 1) // step * step
+    deep = padded(max(d[slot.VALUE_DEPTH], 0), step)
     place = ((task * PANELS + p) * d[slot.SPLITS] + split) * (PARTS + deep) * whole
     return at(pointer_as(like, d[slot.PARTIAL]), place)
 

@@ -316,8 +316,9 @@ def put_scale(desk: _Desk, scale: float, *, pairs: bool) -> tuple[int, int]:
 
 def parts_of(scale: NDArray[np.float64], *, whole: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Scales as numbers between 1 and 2 and powers of 2 with a sign, or as themselves and 1."""
+    scale = np.ascontiguousarray(scale)
     if whole:
-        return np.ascontiguousarray(scale), np.ones_like(scale)
+        return scale, np.ones_like(scale)
     part, exponent = np.frexp(np.abs(scale))
     return np.where(part == 0, 1.0, 2 * part), np.ldexp(np.sign(scale), exponent - 1)
 

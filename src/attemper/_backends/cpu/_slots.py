@@ -7,7 +7,7 @@ elements. A task counter in it hands out the work.
 
 from __future__ import annotations
 
-from ._target import COLUMNS, KEY_TILE, PANELS, THIN_ROWS
+from ._target import COLUMNS, KEY_TILE, MOST_AT_ONCE, PANELS, THIN_ROWS
 
 F32, F64, BF16, F16, BOOL = range(5)
 """Kinds of elements."""
@@ -123,25 +123,35 @@ FIRSTS, STOPS, DRAW_LOW, DRAW_HIGH, LIMITS, INDEX_PARTS = range(6)
 LEAST, MOST, CLEAR, CLEAR_STOP = range(4)
 
 
+CORNER = 2 * MOST_AT_ONCE
+"""Vectors in the corner of a room: a square of numbers to turn round, or a maximum and a sum of each column."""
+
+
+def padded(depth: int, step: int) -> int:
+    """Components with room for whole vectors, and for as many as are computed at once."""
+    unit = max(step, MOST_AT_ONCE)
+    return (depth + unit - 1) // unit * unit
+
+
 def room_bytes(step: int, number: int, depth: int, value_depth: int) -> int:
     """The scratch memory of a forward worker: what `room_at` lays out, for numbers of some bytes and some lanes."""
     whole = step * COLUMNS
-    deep = -(-depth // step) * step + -(-value_depth // step) * step
+    deep = padded(depth, step) + padded(value_depth, step)
     numbers = PANELS * whole * deep + 3 * KEY_TILE * whole + KEY_TILE * deep + PANELS * (PARTS + INDEX_PARTS) * whole
-    numbers += THIN_ROWS * deep + 8 * step
-    return -(-((numbers + step * step) * number + 8 * whole) // 64) * 64
+    numbers += THIN_ROWS * deep + CORNER * step
+    return -(-(numbers * number + 8 * whole) // 64) * 64
 
 
 def backward_room_bytes(step: int, number: int, depth: int, value_depth: int, keys: int) -> int:
     """The same for a backward worker, with the gradients of some keys and values."""
     whole = step * COLUMNS
-    deep, value_deep = -(-depth // step) * step, -(-value_depth // step) * step
+    deep, value_deep = padded(depth, step), padded(value_depth, step)
     turned = PANELS * whole * (3 * deep + 2 * value_deep)
     tiles = 4 * KEY_TILE * whole + KEY_TILE * (deep + value_deep)
-    numbers = turned + tiles + PANELS * (BACKWARD_PARTS + INDEX_PARTS) * whole + step * step + 8 * step
+    numbers = turned + tiles + PANELS * (BACKWARD_PARTS + INDEX_PARTS) * whole + CORNER * step
     return -(-((numbers + keys * (deep + value_deep)) * number + 8 * whole) // 64) * 64
 
 
 def partial_numbers(step: int, value_depth: int) -> int:
     """Of a block of rows over one split of the keys: what `leave` keeps."""
-    return PANELS * (PARTS + -(-value_depth // step) * step) * step * COLUMNS
+    return PANELS * (PARTS + padded(value_depth, step)) * step * COLUMNS

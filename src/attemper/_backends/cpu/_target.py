@@ -11,6 +11,8 @@ COLUMNS = 3
 PANELS = 4
 """Panels in a block: they share the keys and values of a tile while those are in a near cache."""
 KEY_TILE = 128
+MOST_AT_ONCE = 8
+"""Keys whose scores, and components whose sums, are in registers at once, at most."""
 THIN_ROWS = 6
 """Query rows up to which most lanes of a panel would be idle."""
 
@@ -35,7 +37,7 @@ class Target(NamedTuple):
     @property
     def keys_at_once(self) -> int:
         """Keys whose scores are in registers at once: with three columns they and their operands fill them."""
-        return 8 if self.registers == 32 else 4
+        return MOST_AT_ONCE if self.registers == 32 else 4
 
     def lanes(self, item_size: int) -> int:
         """Numbers in a vector."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int64, types, uint8, uint16, uint32, uint64
 
+from . import _slots as slot
 from ._compile import by_kind, kernel
 from ._simd import (
     added_blocks,
@@ -78,6 +79,9 @@ LONGEST_SUM = 128
 
 LOWEST = {32: -200.0, 64: -2000.0}
 """Exponents of 2 from which a weight is 0."""
+
+
+padded = kernel(slot.padded)
 
 
 @kernel

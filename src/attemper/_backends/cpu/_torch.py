@@ -120,6 +120,9 @@ def operand(x: Tensor) -> Operand:
 
 def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:
     """The gradients of (q, k, v, mask, scale, sinks), and what the backward pass measures."""
+    if not call.scale.all():
+        # What flows to a scale is what flows to the scores over it: with a scale of 0 the kernel cannot say.
+        return implementation("torch").backward(call, saved, upstream, bias_too=bias_too)
     call, saved, upstream = _in_memory(call), _in_memory(saved), _in_memory(upstream)
     q, k, v, wide = call.q, call.k, call.v, call.wide
     like: dict[str, Any] = {"dtype": wide, "device": "cpu"}
