@@ -84,7 +84,6 @@ from ._tile import (
     write_turned,
 )
 
-
 LEAST_PASSING = 1e-30
 """What a sink may leave of the weights."""
 
