@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo lab test lint bench docs mutants clean
+.PHONY: demo lab test test-cuda lint bench docs mutants clean
 .DELETE_ON_ERROR:
 
 # A check of a real model, healthy and broken; the reports are left here.
@@ -19,6 +19,10 @@ test: export OPENBLAS_NUM_THREADS = 1
 test: export OMP_NUM_THREADS = 1
 test: .venv/test.done .venv/demo.done
 	$(BIN)/python -m pytest -n auto
+
+# The kernels for CUDA, on a GPU; `make test` runs them in Triton's interpreter.
+test-cuda:
+	$(PYTHON) -m pytest tests/test_cuda.py
 
 lint: .venv/lint.done
 	$(BIN)/ruff format --check .

@@ -17,13 +17,13 @@ from ._errors import BackendError, OptionError, explain, unknown
 from ._problem import Problem, flag, pose
 from ._reading import AFTER_BACKWARD, Reading, choose, reading_of, reading_together
 
-BACKENDS = ("reference", "numpy", "torch", "cpu", "identities")
+BACKENDS = ("reference", "numpy", "torch", "cpu", "cuda", "identities")
 """Every backend, by the name of its module."""
 
 HAS_NUMBA = find_spec("numba") is not None
 """Asked once, for a compiler does not follow the question."""
 
-NEED_TORCH = ("torch", "identities")
+NEED_TORCH = ("torch", "cuda", "identities")
 
 MAY_LACK = (*AFTER_BACKWARD, "output_norm")
 """Fields that may be asked for by name and not come: they need a backward pass, or values."""
@@ -446,6 +446,10 @@ def _backend(name: str, framework: str) -> Any:
         from ._backends import cpu
 
         return cpu
+    if name == "cuda":
+        from ._backends import cuda
+
+        return cuda
     if name == "numpy":
         from ._backends import numpy
 

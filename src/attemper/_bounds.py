@@ -48,10 +48,11 @@ def key_bounds(
     window: object,
     key_lengths: object,
     cu_seqlens: object,
+    device: Any = "cpu",
 ) -> Bounds | None:
     """Intersect all masks that follow from positions; None when every query sees every key.
 
-    Works in numpy or torch, as `xp` says; where nothing but numbers was given, on the host.
+    Works in numpy or torch, as `xp` says; the bounds are on `device`, where kernels read them.
     """
     left, right = _window(window)
     if is_causal:
@@ -76,7 +77,7 @@ def key_bounds(
     # Asked of the framework: a length that is being traced is no int.
     here: Any = next((x for x in (key_length, offset, start) if framework_of(x)), None)
     # Said also where nothing says it: the default may be another device.
-    place: dict[str, Any] = {} if xp is np else {"device": "cpu" if here is None else here.device}
+    place: dict[str, Any] = {} if xp is np else {"device": device if here is None else here.device}
     rows = xp.arange(queries, **place)
     position = rows - start + offset
     first = position * 0 if left is None else xp.clip(position - left, 0, None)
@@ -84,10 +85,11 @@ def key_bounds(
     # A query before the first or past the last key sees nothing: an empty interval inside [0, keys].
     first = xp.clip(first, None, key_length) + key_start
     bounds = Bounds(first, xp.maximum(stop + key_start, first))
-    if xp is np:
-        # Several calls may share them.
-        for bound in bounds:
-            bound.setflags(write=False)
+    if xp is not np:
+        return Bounds(*(bound.to(device) for bound in bounds))
+    # Several calls may share them.
+    for bound in bounds:
+        bound.setflags(write=False)
     return bounds
 
 

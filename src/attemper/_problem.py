@@ -246,6 +246,8 @@ def _checked(
             window=window,
             key_lengths=key_lengths,
             cu_seqlens=cu_seqlens,
+            # A loop on the host reads them there; a kernel on a GPU cannot.
+            device=q4.device if framework == "torch" and q4.device.type == "cuda" else "cpu",
         ),
         scale=_scale(scale, q4.shape[-1], heads, operands),
         softcap=_softcap(softcap, dtype_name(q)),

@@ -237,14 +237,18 @@ def _reading_fault(reading: Any, problem: Problem, truth: Any, backend: str | No
             if found.any():
                 return f"{name} is not 0"
             continue
+        rounded = wide
         if name == "output_norm" and problem.q.dtype.itemsize == 2:
             # Of an output whose weights were rounded to 16 bits on the way, as those of the plain formula are.
+            rounded = dtype_name(problem.q)
             outputs = [_plain(problem, truth, scaled).astype(np.float64) for scaled in ("scores", "q", "q and k")]
             with np.errstate(invalid="ignore"):
                 own = [_unstack(np.linalg.norm(x, axis=-1), problem, 1) for x in outputs]
         largest = float(np.abs(right[np.isfinite(right)]).max(initial=0))
         magnitude = largest_score if name in LOGIT_LIKE else largest * max(1.0, largest_score)
-        comparison = compare(found, right, own, dtype=wide, magnitude=magnitude, allowance=allowance)
+        if rounded != wide:
+            magnitude = largest  # what was rounded most are the weights
+        comparison = compare(found, right, own, dtype=rounded, magnitude=magnitude, allowance=allowance)
         if not comparison.ok:
             return f"{name}: {comparison}"
     return None

@@ -1,0 +1,62 @@
+"""Triton kernels for CUDA GPUs.
+
+    _tile     who the rows of a block are, what they see, what a mask does to a tile
+    _forward  output and statistics      _backward  gradients
+    _hopper   output and statistics of simple calls, for Hopper GPUs
+    _launch   from a call to kernels
+
+Triton's interpreter runs them on the CPU too (TRITON_INTERPRET=1), for their tests.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, bfloat16, float16, float32
+
+from ..._problem import Problem
+from .._operator import run_on
+
+_HAS_TRITON = find_spec("triton") is not None  # asked once, for a compiler does not follow the question
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+DEEPEST = 256
+"""The head_dim up to which a tile fits in a processor's memory."""
+
+
+def unsupported(problem: Problem) -> str | None:
+    """Why this backend cannot take the problem, or None."""
+    if problem.framework != "torch":
+        return "it computes on torch tensors"
+    if problem.q.device.type != "cuda" and not _INTERPRETED:
+        return f"it computes on a CUDA GPU, and q is on {problem.q.device}"
+    if not _HAS_TRITON:
+        return "it needs Triton: pip install triton"
+    if problem.q.dtype not in (float16, bfloat16, float32):
+        return f"it computes in 16 or 32 bits, and q is {str(problem.q.dtype).removeprefix('torch.')}"
+    if max(problem.head_dim, problem.value_dim or 0) > DEEPEST:
+        return f"its tiles have room for a head_dim of {DEEPEST}"
+    return None
+
+
+def run(
+    problem: Problem, stats: frozenset[str], *, differentiable: bool = False
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """The output and the fields of the Reading that `stats` names."""
+    return run_on("cuda", problem, stats, differentiable=differentiable)
+
+
+def forward(call: Any, stats: frozenset[str], *, apart: bool) -> Any:
+    """The same for torch's operator."""
+    from ._launch import forward
+
+    return forward(call, stats, apart=apart)
+
+
+def backward(call: Any, saved: Any, upstream: Any, *, bias_too: bool) -> Any:
+    """The gradients for torch's operator."""
+    from ._launch import backward
+
+    return backward(call, saved, upstream, bias_too=bias_too)

@@ -1,0 +1,472 @@
+"""The forward pass in Triton: output and statistics, on any GPU that Triton supports.
+
+Scores are kept as exponents of 2. The State (see `attemper._state`) of a block of rows grows tile by tile. A block of
+which a row ends in a number that is not finite is marked, and a second launch computes marked blocks again, with care:
+0 · NaN is NaN, and what a hidden key holds must not reach a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ._tile import (
+    BIAS,
+    LN2,
+    LOG2E,
+    NO_KEY,
+    NO_MASK,
+    draws_of_rows,
+    load_keys,
+    load_rows,
+    mask_of_tile,
+    mask_rows,
+    open_rows,
+    place_of_rows,
+    product,
+    range_of_block,
+    survivors,
+    tanh,
+    write_rows,
+)
+
+SUMS: tl.constexpr = tl.constexpr(1)
+"""To measure what needs sums over the weights."""
+MOMENTS: tl.constexpr = tl.constexpr(2)
+"""To measure what needs sums over the scores too."""
+
+
+class State(NamedTuple):
+    """Of a block of rows over the keys so far; exponents of 2 throughout."""
+
+    maximum: Any
+    total: Any
+    tilt: Any
+    squares: Any
+    count: Any
+    mean: Any
+    spread: Any
+    highest: Any
+    """The largest scaled q·k; kept apart from the maximum only under a bias or a softcap."""
+    opening: Any
+    """The first visible key, and its score."""
+    opening_score: Any
+    weighted: Any
+    awry: Any
+    """Of each output, with care: 1 if ∞ reached it, 2 if −∞ did, 4 if NaN did."""
+
+
+class Fields(NamedTuple):
+    """Where the fields of the Reading go; one that nobody wants may share its place with others."""
+
+    max_logit: Any
+    logsumexp: Any
+    expected_score: Any
+    entropy: Any
+    largest_weight: Any
+    collision: Any
+    score_mean: Any
+    score_std: Any
+    max_qk: Any
+    first_key_weight: Any
+    sink_mass: Any
+    output_norm: Any
+    visible_keys: Any
+    nonfinite: Any
+
+
+class Known(NamedTuple):
+    """Of the rows of a block, what their scores need."""
+
+    factor: Any
+    """From q·k to exponents of 2; never below 0: a negative scale turns q round."""
+    mask: Any
+    draw_low: Any
+    draw_high: Any
+
+
+@triton.jit
+def fresh(BM: tl.constexpr, DV: tl.constexpr):
+    """The State over no keys."""
+    zero = tl.zeros([BM], tl.float32)
+    lowest = zero - float("inf")
+    return State(
+        lowest,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        zero,
+        lowest,
+        tl.full([BM], NO_KEY, tl.int32),
+        lowest,
+        tl.zeros([BM, DV], tl.float32),
+        tl.zeros([BM, DV], tl.int32),
+    )
+
+
+@triton.jit
+def visit(
+    state, start, q, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind: tl.constexpr,
+    HIDDEN: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Take the keys of one tile into the State; HIDDEN: some row may not see all of them."""
+    BM: tl.constexpr = kind.rows
+    BN: tl.constexpr = kind.keys
+    D: tl.constexpr = kind.depth
+    DV: tl.constexpr = kind.value_depth
+    own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
+    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
+    key = start + tl.arange(0, BN)
+    seen = tl.full([BM, BN], True, tl.int1)
+    if HIDDEN:
+        seen = (rows.low[:, None] <= key[None, :]) & (key[None, :] < rows.high[:, None])
+    unit = known.factor
+    raw = scores
+    if HIDDEN:
+        # The scale cannot wait: what follows is not linear, and 0 · −inf is no score.
+        scores = scores * unit[:, None]
+        raw = scores
+        unit = tl.full([BM], 1.0, tl.float32)
+        if kind.softcap:
+            scores = softcap * LOG2E * tanh(scores * (LN2 / softcap))
+        if kind.mask != NO_MASK:
+            added, shown = mask_of_tile(masked, known.mask, key, seen, kind.mask)
+            seen = seen & shown
+            if kind.mask == BIAS:
+                scores = scores + added * LOG2E
+        scores = tl.where(seen, scores, float("-inf"))
+    best = tl.maximum(state.maximum, tl.max(scores, 1) * unit)
+    if CAREFUL:
+        # A maximum passes over a NaN.
+        broken = tl.max(tl.where(scores != scores, 1, 0), 1) > 0
+        best = tl.where(broken | (state.maximum != state.maximum), float("nan"), best)
+    reference = best
+    if HIDDEN or CAREFUL:
+        reference = tl.where(best == float("-inf"), 0.0, best)
+    apart = scores * unit[:, None] - reference[:, None]
+    power = tl.exp2(apart)
+    # A row that saw nothing yet is at −inf, and nothing is kept of nothing.
+    shift = tl.where(state.total > 0, state.maximum - reference, float("-inf"))
+    keep = tl.exp2(shift)
+    tilt, squares = state.tilt, state.squares
+    if kind.measure >= SUMS:
+        leaning = power * apart
+        if HIDDEN or CAREFUL:
+            leaning = tl.where(power == 0, 0.0, leaning)
+        before = tl.where(state.total > 0, shift, 0.0) * state.total
+        tilt = (tilt + before) * keep + tl.sum(leaning, 1)
+        squares = squares * (keep * keep) + tl.sum(power * power, 1)
+    total = state.total * keep + tl.sum(power, 1)
+    if CAREFUL:
+        total = tl.where(state.total != state.total, state.total, total)
+    count, mean, spread = state.count, state.mean, state.spread
+    here = tl.full([BM], BN, tl.float32)
+    if HIDDEN:
+        if kind.mask == NO_MASK:
+            span = tl.minimum(rows.high, start + BN) - tl.maximum(rows.low, start)
+            here = tl.maximum(span, 0).to(tl.float32)
+        else:
+            here = tl.sum(tl.where(seen, 1.0, 0.0), 1)
+    if kind.measure >= MOMENTS:
+        scaled = scores * unit[:, None]
+        # Two passes over the tile: the sum of squares alone would cancel when the mean is large.
+        tile_mean = tl.sum(tl.where(seen, scaled, 0.0), 1) / tl.maximum(here, 1.0)
+        off = tl.where(seen, scaled - tile_mean[:, None], 0.0)
+        whole = tl.maximum(count + here, 1.0)
+        gap = tl.where((count > 0) & (here > 0) & (tile_mean != mean), tile_mean - mean, 0.0)
+        spread = spread + tl.sum(off * off, 1) + gap * gap * count * (here / whole)
+        mean = mean * (count / whole) + tile_mean * (here / whole)
+    highest, opening, opening_score = state.highest, state.opening, state.opening_score
+    if kind.measure >= MOMENTS:
+        if kind.softcap or kind.mask == BIAS:
+            highest = tl.maximum(highest, tl.max(tl.where(seen, raw, float("-inf")), 1))
+            if CAREFUL:
+                broken = tl.max(tl.where(seen & (raw != raw), 1, 0), 1) > 0
+                highest = tl.where(broken | (state.highest != state.highest), float("nan"), highest)
+        if HIDDEN:
+            if kind.mask == NO_MASK:
+                within = (rows.low >= start) & (rows.low < tl.minimum(rows.high, start + BN))
+                where = tl.where(within, rows.low, NO_KEY)
+            else:
+                where = tl.min(tl.where(seen, key[None, :], NO_KEY), 1)
+            score = tl.max(tl.where(key[None, :] == where[:, None], scores, float("-inf")), 1)
+            opening_score = tl.where(where < opening, score, opening_score)
+            opening = tl.minimum(opening, where)
+    weighted, awry = state.weighted, state.awry
+    if kind.values:
+        values = load_keys(v, rows.batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
+        if kind.dropout:
+            power = tl.where(survivors(known.draw_low, known.draw_high, key, dropped.threshold), power, 0.0)
+        if CAREFUL:
+            wide = values.to(tl.float32)
+            meets = tl.where(seen, 1.0, 0.0).to(values.dtype)
+            nothing = tl.zeros([BM, DV], tl.float32)
+            above = tl.where(wide == float("inf"), 1.0, 0.0).to(values.dtype)
+            below = tl.where(wide == float("-inf"), 1.0, 0.0).to(values.dtype)
+            neither = tl.where(wide != wide, 1.0, 0.0).to(values.dtype)
+            awry = awry | tl.where(product(meets, above, nothing, kind) > 0, 1, 0)
+            awry = awry | tl.where(product(meets, below, nothing, kind) > 0, 2, 0)
+            awry = awry | tl.where(product(meets, neither, nothing, kind) > 0, 4, 0)
+            values = tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(values.dtype)
+        weighted = product(power.to(values.dtype), values, weighted * keep[:, None], kind)
+    return State(
+        best, total, tilt, squares, count + here, mean, spread, highest, opening, opening_score, weighted, awry
+    )
+
+
+@triton.jit
+def finish(
+    state, rows, sizes, sinks, out, wide, fields, mark, block, kind: tl.constexpr, CAREFUL: tl.constexpr
+):  # fmt: skip
+    """Write the output and the fields of the Reading; mark the block if one of them is not finite."""
+    DV: tl.constexpr = kind.value_depth
+    seen, there = state.count > 0, rows.there
+    row = place_of_rows(rows, sizes)
+    # Keys may be visible and yet all score −inf: the softmax is then 0/0, not the 0 of a row that sees nothing.
+    total = tl.where(seen, tl.where(state.total == 0, float("nan"), state.total), 1.0)
+    log_total = tl.log2(total)
+    logsumexp = tl.where(seen, (state.maximum + log_total) * LN2, float("-inf"))
+    tl.store(fields.max_logit + row, state.maximum * LN2, mask=there)
+    tl.store(fields.logsumexp + row, logsumexp, mask=there)
+    tl.store(fields.largest_weight + row, tl.where(seen, 1 / total, 0.0), mask=there)
+    tl.store(fields.visible_keys + row, state.count.to(tl.int64), mask=there)
+    passing = tl.full(total.shape, 1.0, tl.float32)
+    mass = tl.zeros(total.shape, tl.float32)
+    if kind.sinks:
+        place = rows.batch * sizes.sinks_batch + rows.head * sizes.sinks_head
+        sink = tl.load(sinks + place, mask=there, other=float("-inf"))
+        absent = sink == float("-inf")
+        # As a logistic of the difference, which neither side can overflow.
+        gap = (tl.where(absent, 0.0, sink) - logsumexp) * LOG2E
+        passing = tl.where(absent, 1.0, 1 / (1 + tl.exp2(gap)))
+        mass = tl.where(absent, 0.0, 1 / (1 + tl.exp2(-gap)))
+    tl.store(fields.sink_mass + row, mass, mask=there)
+    sound = (tl.abs(state.maximum) < float("inf")) & (total < float("inf"))
+    if kind.measure >= SUMS:
+        lean = state.tilt / total
+        collision = state.squares / (total * total)
+        collision = tl.where(collision > 1, 1.0, collision)
+        tl.store(fields.expected_score + row, tl.where(seen, (state.maximum + lean) * LN2, 0.0), mask=there)
+        tl.store(fields.entropy + row, tl.where(seen, (log_total - lean) * LN2, 0.0), mask=there)
+        tl.store(fields.collision + row, tl.where(seen, collision, 0.0), mask=there)
+        sound = sound & (tl.abs(lean) < float("inf"))
+    if kind.values:
+        result = state.weighted * (passing / (total * sizes.kept))[:, None]
+        if CAREFUL:
+            result = tl.where((state.awry & 1) != 0, result + float("inf"), result)
+            result = tl.where((state.awry & 2) != 0, result - float("inf"), result)
+            result = tl.where((state.awry & 4) != 0, float("nan"), result)
+        result = tl.where(seen[:, None], result, 0.0)
+        # No square may over- or underflow.
+        largest = tl.max(tl.abs(result), 1)
+        unit = tl.where((largest > 1e-30) & (largest < float("inf")), largest, 1.0)
+        share = result * (1 / unit)[:, None]
+        norm = unit * tl.sqrt(tl.sum(share * share, 1))
+        if kind.wide:
+            write_rows(wide, result, rows, sizes.value_depth, DV)
+        write_rows(out, result, rows, sizes.value_depth, DV)
+        tl.store(fields.output_norm + row, norm, mask=there)
+        sound = sound & (norm < float("inf"))
+    if kind.measure >= MOMENTS:
+        deviation = tl.sqrt(state.spread / tl.where(seen, state.count, 1.0))
+        first = tl.exp2(state.opening_score - state.maximum) / total
+        tl.store(fields.score_mean + row, state.mean * LN2, mask=there)
+        tl.store(fields.score_std + row, deviation * LN2, mask=there)
+        tl.store(fields.max_qk + row, state.highest * LN2, mask=there)
+        tl.store(fields.first_key_weight + row, tl.where(seen, first, 0.0), mask=there)
+        sound = sound & (tl.abs(state.mean) < float("inf"))
+        tl.store(fields.nonfinite + row, tl.where(seen & (sound == 0), 1, 0).to(tl.int64), mask=there)
+    if not CAREFUL:
+        tl.store(mark + block, tl.max(tl.where(there & seen & (sound == 0), 1, 0), 0))
+
+
+@triton.jit
+def open_block(begin, batch, head, first, stop, scale, sizes, masked, dropped, kind: tl.constexpr):
+    """The rows of a block, and what their scores need; the factor still has the sign of the scale."""
+    BM: tl.constexpr = kind.rows
+    rows = open_rows(begin, batch, head, first, stop, sizes, BM, kind.bounded)
+    factor = tl.load(scale + batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=rows.there, other=0.0)
+    draw_low = tl.zeros([BM], tl.uint32)
+    draw_high = tl.zeros([BM], tl.uint32)
+    if kind.dropout:
+        draw_low, draw_high = draws_of_rows(dropped, rows, sizes)
+    return rows, Known(factor * LOG2E, mask_rows(masked, rows, kind.mask), draw_low, draw_high)
+
+
+@triton.jit
+def with_highest(state, highest):
+    return State(
+        state.maximum, state.total, state.tilt, state.squares, state.count, state.mean, state.spread, highest,
+        state.opening, state.opening_score, state.weighted, state.awry,
+    )  # fmt: skip
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields, mark, partial,
+    kind: tl.constexpr, CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """A block of rows against all keys that any of them sees, or against one split of them."""
+    BN: tl.constexpr = kind.keys
+    D: tl.constexpr = kind.depth
+    program = tl.program_id(0)
+    split = 0
+    if kind.split:
+        split = program % sizes.splits
+        program = program // sizes.splits
+    # Late rows first: under a causal mask they see most. Neighbours in time share their keys.
+    turn = sizes.blocks - 1 - program % sizes.blocks
+    unit = program // sizes.blocks
+    block = unit * sizes.blocks + turn
+    if CAREFUL:
+        if tl.load(mark + block) == 0:
+            return
+    stacks = sizes.heads // sizes.stack
+    batch, head = unit // stacks, unit % stacks * sizes.stack
+    k_head = head // sizes.group
+    rows, known = open_block(turn * kind.rows, batch, head, first, stop, scale, sizes, masked, dropped, kind)
+    own = load_rows(q, rows, sizes.depth, D)
+    # So that the largest product is the largest score.
+    own = tl.where((known.factor < 0)[:, None], -own.to(tl.float32), own.to(tl.float32)).to(own.dtype)
+    known = Known(tl.abs(known.factor), known.mask, known.draw_low, known.draw_high)
+    least, most, clear, clear_stop = range_of_block(rows, sizes.keys)
+    if kind.split:
+        share = tl.cdiv(tl.cdiv(sizes.keys, sizes.splits), BN) * BN
+        least, most = tl.maximum(least, split * share), tl.minimum(most, (split + 1) * share)
+    least = least // BN * BN
+    state = fresh(kind.rows, kind.value_depth)
+    if kind.softcap or kind.mask != NO_MASK or kind.dropout or CAREFUL:
+        for start in tl.range(least, most, BN):
+            state = visit(
+                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, True, CAREFUL
+            )  # fmt: skip
+    else:
+        # Whole tiles that all rows see go without a mask; then the ends, before and behind them.
+        if kind.measure >= MOMENTS:
+            # The tile with a row's first key is among those that are looked at more closely.
+            clear += 1
+        inner = tl.minimum(tl.maximum(tl.cdiv(clear, BN) * BN, least), most)
+        end = tl.maximum(tl.minimum(clear_stop, most) // BN * BN, inner)
+        for start in tl.range(inner, end, BN):
+            state = visit(
+                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, False, CAREFUL
+            )  # fmt: skip
+        before = tl.cdiv(inner - least, BN)
+        behind = tl.cdiv(tl.maximum(most - end, 0), BN)
+        for i in tl.range(0, before + behind, num_stages=1):
+            start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
+            state = visit(
+                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, True, CAREFUL
+            )  # fmt: skip
+    if kind.mask != BIAS and not kind.softcap:
+        state = with_highest(state, state.maximum)
+    if kind.split:
+        leave(state, partial, block, split, sizes, kind)
+    else:
+        finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, CAREFUL)
+
+
+PARTS: tl.constexpr = tl.constexpr(10)
+
+
+@triton.jit
+def leave(state, partial, block, split, sizes, kind: tl.constexpr):
+    """Keep the State over one split of the keys."""
+    BM: tl.constexpr = kind.rows
+    DV: tl.constexpr = kind.value_depth
+    base = partial + (block.to(tl.int64) * sizes.splits + split) * (BM * (PARTS + DV))
+    row = tl.arange(0, BM)
+    for i in tl.static_range(PARTS):
+        part = state[i]
+        if i == 8:
+            part = part.to(tl.float32, bitcast=True)
+        tl.store(base + i * BM + row, part)
+    if kind.values:
+        component = tl.arange(0, DV)
+        place = PARTS * BM + row[:, None] * DV + component[None, :]
+        tl.store(base + place, state.weighted)
+
+
+@triton.jit
+def merge_kernel(
+    first, stop, scale, sinks, masked, dropped, sizes, out, wide, fields, mark, partial, kind: tl.constexpr
+):  # fmt: skip
+    """Merge the States of all splits of a block of rows, and finish it."""
+    BM: tl.constexpr = kind.rows
+    DV: tl.constexpr = kind.value_depth
+    block = tl.program_id(0)
+    turn = block % sizes.blocks
+    unit = block // sizes.blocks
+    stacks = sizes.heads // sizes.stack
+    batch, head = unit // stacks, unit % stacks * sizes.stack
+    rows, _known = open_block(turn * BM, batch, head, first, stop, scale, sizes, masked, dropped, kind)
+    row = tl.arange(0, BM)
+    component = tl.arange(0, DV)
+    state = fresh(BM, DV)
+    for split in tl.range(0, sizes.splits):
+        base = partial + (block.to(tl.int64) * sizes.splits + split) * (BM * (PARTS + DV))
+        maximum = tl.load(base + row)
+        total = tl.load(base + BM + row)
+        best = tl.maximum(state.maximum, maximum)
+        reference = tl.where(best == float("-inf"), 0.0, best)
+        ours = tl.where(state.total > 0, state.maximum - reference, float("-inf"))
+        theirs = tl.where(total > 0, maximum - reference, float("-inf"))
+        keep, take = tl.exp2(ours), tl.exp2(theirs)
+        tilt = (state.tilt + tl.where(state.total > 0, ours, 0.0) * state.total) * keep
+        tilt += (tl.load(base + 2 * BM + row) + tl.where(total > 0, theirs, 0.0) * total) * take
+        squares = state.squares * keep * keep + tl.load(base + 3 * BM + row) * take * take
+        here, tile_mean = tl.load(base + 4 * BM + row), tl.load(base + 5 * BM + row)
+        whole = tl.maximum(state.count + here, 1.0)
+        gap = tl.where((state.count > 0) & (here > 0) & (tile_mean != state.mean), tile_mean - state.mean, 0.0)
+        spread = state.spread + tl.load(base + 6 * BM + row) + gap * gap * state.count * (here / whole)
+        mean = state.mean * (state.count / whole) + tile_mean * (here / whole)
+        highest = tl.maximum(state.highest, tl.load(base + 7 * BM + row))
+        where = tl.load(base + 8 * BM + row).to(tl.int32, bitcast=True)
+        score = tl.load(base + 9 * BM + row)
+        opening_score = tl.where(where < state.opening, score, state.opening_score)
+        weighted = state.weighted
+        if kind.values:
+            place = PARTS * BM + row[:, None] * DV + component[None, :]
+            weighted = weighted * keep[:, None] + tl.load(base + place) * take[:, None]
+        state = State(
+            best, state.total * keep + total * take, tilt, squares, state.count + here, mean, spread, highest,
+            tl.minimum(state.opening, where), opening_score, weighted, state.awry,
+        )  # fmt: skip
+    finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
+
+
+@triton.jit
+def complete_kernel(q, k, first, stop, scale, sinks, sizes, fields, kind: tl.constexpr):
+    """The fields that follow from others: beside a kernel that gives the output and the sums."""
+    BM: tl.constexpr = kind.rows
+    block = tl.program_id(0)
+    unit = block // sizes.blocks
+    batch, head = unit // sizes.heads, unit % sizes.heads
+    rows = open_rows(block % sizes.blocks * BM, batch, head, first, stop, sizes, BM, kind.bounded)
+    row, there, seen = place_of_rows(rows, sizes), rows.there, rows.low < rows.high
+    logsumexp = tl.load(fields.logsumexp + row, mask=there, other=0.0)
+    tl.store(fields.max_qk + row, tl.load(fields.max_logit + row, mask=there, other=0.0), mask=there)
+    tl.store(fields.visible_keys + row, tl.maximum(rows.high - rows.low, 0).to(tl.int64), mask=there)
+    # Rows that are not sound are computed again, and say so then.
+    tl.store(fields.nonfinite + row, tl.zeros([BM], tl.int64), mask=there)
+    mass = tl.zeros([BM], tl.float32)
+    if kind.sinks:
+        sink = tl.load(sinks + batch * sizes.sinks_batch + rows.head * sizes.sinks_head, mask=there, other=0.0)
+        mass = tl.where(sink == float("-inf"), 0.0, 1 / (1 + tl.exp2((logsumexp - sink) * LOG2E)))
+    tl.store(fields.sink_mass + row, mass, mask=there)
+    if kind.measure >= MOMENTS:
+        score = tl.zeros([BM], tl.float32)
+        places = batch.to(tl.int64) * q.batch + rows.head.to(tl.int64) * q.head + rows.query.to(tl.int64) * q.row
+        k_places = batch.to(tl.int64) * k.batch + (rows.head // sizes.group).to(tl.int64) * k.head
+        k_places += rows.low.to(tl.int64) * k.row
+        for i in tl.range(0, sizes.depth, 32):
+            component = i + tl.arange(0, 32)
+            left = tl.load(q.data + places[:, None] + component[None, :], mask=seen[:, None], other=0.0)
+            right = tl.load(k.data + k_places[:, None] + component[None, :], mask=seen[:, None], other=0.0)
+            score += tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
+        score *= tl.load(scale + batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=there, other=0.0)
+        tl.store(fields.first_key_weight + row, tl.where(seen, tl.exp2((score - logsumexp) * LOG2E), 0.0), mask=there)

@@ -1,0 +1,349 @@
+"""From a call to the launch of kernels: what they are compiled for, what they are told, where their results go."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from .._operator import COUNTS, Call, Saved, Upstream, available, empty, empty_output
+from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
+from ._forward import PARTS, Fields, complete_kernel, forward_kernel, merge_kernel
+from ._tile import BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
+
+NEED_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
+NEED_SUMS = frozenset(("expected_score", "entropy", "collision"))
+FOLLOWING = frozenset(("visible_keys", "max_qk", "first_key_weight", "sink_mass", "nonfinite"))
+"""The fields that the kernel for Hopper leaves to another."""
+
+HOPPER_ROWS = 64
+"""Query rows that the kernel for Hopper marks together."""
+
+
+class Tiling(NamedTuple):
+    """How a problem is cut, and for how many threads."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiling(call: Call, depth: int, rows: int) -> Tiling:
+    """The tiles of a forward pass for a depth and the rows that share their keys."""
+    few = rows <= 16
+    if call.q.dtype == torch.float32:
+        return Tiling(16 if few else 32 if depth > 64 else 64, 32 if depth <= 64 else 16, 4, 2 if depth <= 64 else 1)
+    if few:
+        return Tiling(16, 128 if depth <= 128 else 64, 4, 2)
+    if call.mask is not None or call.dropout_p:
+        # What a mask holds, and where it lies, takes registers too.
+        return Tiling(64, 64 if depth <= 64 else 32, 4, 2)
+    if rows <= 64:
+        return Tiling(64, 64, 4, 2)
+    if depth <= 64:
+        return Tiling(128, 64, 4, 3)
+    return Tiling(128, 64, 8, 2) if depth <= 128 else Tiling(64, 32, 4, 2)
+
+
+def backward_tiling(call: Call, depth: int) -> Tiling:
+    """The tiles of a backward pass."""
+    if call.q.dtype == torch.float32:
+        return Tiling(32, 32 if depth <= 64 else 16, 4, 1)
+    return Tiling(64, 64, 4, 2) if depth <= 128 else Tiling(32, 32, 4, 1)
+
+
+def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:  # noqa: ARG001
+    """The output and the fields of the Reading that `stats` names."""
+    q = call.q
+    wanted = available(call, stats)
+    found = {name: empty(call, name, q.shape[:-1]) for name in wanted}
+    output = wide = None
+    if call.v is not None:
+        output = empty_output(call, q.dtype)
+        if "wide_output" in stats:
+            wide = found["wide_output"] = empty_output(call, call.wide)
+    if not q.shape[:-1].numel():
+        return output, found
+    measure = 0 if wanted <= NEED_NO_SUMS else 1 if wanted <= NEED_NO_SUMS | NEED_SUMS else 2
+    hopper = _hopper()
+    with _on(q.device):
+        if hopper is None or not hopper.takes(call):
+            _portable(call, measure, output, wide, _fields(call, found))
+            return output, found
+        needed = {name: found[name] for name in hopper.FIELDS if name in found}
+        complete = not FOLLOWING.isdisjoint(wanted)
+        if complete:
+            for name in ("logsumexp", "max_logit"):
+                needed.setdefault(name, empty(call, name, q.shape[:-1]))
+        blocks = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], HOPPER_ROWS)
+        marks = torch.empty(blocks, dtype=torch.int32, device=q.device)
+        hopper.forward(call, output, wide, needed, marks)
+        _portable(call, measure, output, wide, _fields(call, found | needed), marks, complete=complete)
+    return output, found
+
+
+def _fields(call: Call, found: dict[str, Tensor]) -> Fields:
+    """Where fields go; those that nobody wants share one place."""
+    rows = call.q.shape[:-1]
+    spare = {count: torch.empty(rows, dtype=dtype, device=call.q.device) for count, dtype in _KINDS.items()}
+    return Fields(*(found.get(name, spare[name in COUNTS]) for name in Fields._fields))
+
+
+_KINDS = {False: torch.float32, True: torch.int64}
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _hopper() -> Any:
+    """The kernel for Hopper; None where Triton has no Gluon, whose interface is not settled."""
+    try:
+        from . import _hopper as module
+    except ImportError:
+        return None
+    return module
+
+
+def _portable(
+    call: Call,
+    measure: int,
+    output: Tensor | None,
+    wide: Tensor | None,
+    fields: Fields,
+    marks: Tensor | None = None,
+    *,
+    complete: bool = False,
+) -> None:
+    """With marks, only what is left to do: the fields that follow from others, and the marked blocks."""
+    batch, heads, queries, depth = call.q.shape
+    value_dim = 0 if call.v is None else call.v.shape[3]
+    deep, value_deep = _power(depth), _power(value_dim)
+    stack = call.group if queries < HOPPER_ROWS else 1
+    tile = tiling(call, max(deep, value_deep), stack * queries)
+    if marks is not None:
+        tile = Tiling(HOPPER_ROWS, 64 if deep <= 64 else 32, 4, 1)
+    blocks = triton.cdiv(stack * queries, tile.rows)
+    programs = batch * heads // stack * blocks
+    splits = splits_for(programs, call.k.shape[2], tile.keys, call.q.device) if marks is None else 1
+    kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
+    sizes = _sizes(call, blocks, stack, splits)
+    q, k = _matrix(call.q, call), _matrix(call.k, call)
+    v, out, full = (_matrix(x, call) for x in (call.v, output, wide))
+    shared = (*_bounds(call), call.scale, call.scale if call.sinks is None else call.sinks)
+    softcap = 1.0 if call.softcap is None else call.softcap
+    masked, dropped = _masked(call), _dropped(call)
+    partial = call.scale
+    if splits > 1:
+        size = programs * splits * tile.rows * (PARTS.value + value_deep)
+        partial = torch.empty(size, dtype=torch.float32, device=call.q.device)
+    if marks is None:
+        marks = torch.empty(programs, dtype=torch.int32, device=call.q.device)
+        forward_kernel[(programs * splits,)](
+            q, k, v, *shared, softcap, masked, dropped, sizes, out, full, fields, marks, partial,
+            kind._replace(split=splits > 1), CAREFUL=False, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    elif complete:
+        complete_kernel[(programs,)](q, k, *shared, sizes, fields, kind)
+    if splits > 1:
+        merge_kernel[(programs,)](*shared, masked, dropped, sizes, out, full, fields, marks, partial, kind)
+    forward_kernel[(programs,)](
+        q, k, v, *shared, softcap, masked, dropped, sizes, out, full, fields, marks, partial, kind, CAREFUL=True,
+        num_warps=tile.warps, num_stages=1,
+    )  # fmt: skip
+
+
+def splits_for(programs: int, keys: int, tile: int, device: torch.device) -> int:
+    """Parts of the keys, so that few rows keep all of a GPU busy."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    tiles = -(-keys // tile)
+    if programs >= processors or tiles < 8:
+        return 1
+    # Two blocks to a processor, each of some tiles at least.
+    return max(1, min(2 * int(processors) // programs, tiles // 4))
+
+
+def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:
+    """The gradients of (q, k, v, mask, scale, sinks), and what the backward pass measures."""
+    q, k, v = call.q, call.k, call.v
+    like: dict[str, Any] = {"dtype": call.wide, "device": q.device}
+    bias = call.mask if bias_too else None
+    to_mask = torch.zeros((0,) if bias is None else bias.shape, **like)
+    to_q, to_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
+    to_v = q.new_empty(0) if v is None else torch.empty_like(v, memory_format=torch.contiguous_format)
+    pull, along, flow = (torch.zeros(q.shape[:-1], **like) for _ in range(3))
+    if along.numel() and k.shape[2] and q.shape[3]:
+        with _on(q.device):
+            _gradients(call, saved, upstream, pull, along, flow, to_q, to_k, to_v, None if bias is None else to_mask)
+    else:
+        for x in (to_q, to_k, to_v):
+            x.zero_()
+    if saved.gradients.numel():
+        # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
+        saved.gradients.data[0] = 1
+        saved.gradients.data[1:] = torch.stack((flow, along * call.scale.to(call.wide)[..., None])).flatten()
+    to_sinks = q.new_empty(0)
+    if call.sinks is not None:
+        sinks = call.sinks.to(call.wide)[..., None]
+        mass = torch.where(sinks == -math.inf, 0, torch.sigmoid(sinks - saved.logsumexp))
+        to_sinks = _over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks).to(call.sinks.dtype)
+    to_scale = _over_shared(along, call.scale).to(call.scale.dtype)
+    return to_q, to_k, to_v, to_mask.to(q.dtype if bias is None else bias.dtype), to_scale, to_sinks
+
+
+def _gradients(
+    call: Call,
+    saved: Saved,
+    upstream: Upstream,
+    pull: Tensor,
+    along: Tensor,
+    flow: Tensor,
+    to_q: Tensor,
+    to_k: Tensor,
+    to_v: Tensor,
+    to_mask: Tensor | None,
+) -> None:
+    batch, heads, queries, depth = call.q.shape
+    kv_heads, keys = call.k.shape[1:3]
+    grad = None if call.v is None or not call.v.shape[3] else upstream.output
+    if grad is None:
+        to_v.zero_()
+    tile = backward_tiling(call, max(_power(depth), _power(0 if call.v is None else call.v.shape[3])))
+    blocks = triton.cdiv(queries, tile.rows)
+    sizes = _sizes(call, blocks)
+    fields = (upstream.logsumexp, upstream.entropy, upstream.expected_score, upstream.collision)
+    extra = any(x is not None for x in fields)
+    kind = _kind(call, tile, measure=int(saved.gradients.numel() > 0), values=grad is not None)
+    kind = kind._replace(extra=extra, to_mask=to_mask is not None)
+    bounds = _bounds(call)
+    ranges = torch.empty(batch * blocks * 4, dtype=torch.int32, device=call.q.device)
+    arriving, output = _matrix(grad, call), _matrix(saved.output if grad is not None else None, call)
+    pull_kernel[(batch * heads * blocks,)](arriving, output, pull, ranges, *bounds, sizes, kind)
+    share, pivot = saved.largest_weight, pull
+    if call.sinks is not None:
+        sinks = call.sinks.to(call.wide)[..., None]
+        passing = torch.where(sinks == -math.inf, 1, torch.sigmoid(saved.logsumexp - sinks))
+        share = saved.largest_weight * passing
+        # Any number will do; the nearer to the mean, the more digits are left.
+        pivot = torch.where(passing > 1e-30, pull / passing, 0.0)
+    level = slope = bend = pull
+    if extra:
+        nothing = torch.zeros_like(pull)
+        of_lse, of_entropy, of_expected, of_collision = (nothing if x is None else x.to(call.wide) for x in fields)
+        expected = saved.expected_score if saved.expected_score.numel() else nothing
+        collision = saved.collision if saved.collision.numel() else nothing
+        level = of_lse + of_expected * (1 - expected) + of_entropy * expected - 2 * of_collision * collision
+        slope, bend = of_expected - of_entropy, 2 * of_collision
+    rows = (saved.max_logit, saved.largest_weight, share, pull, pivot, level, slope, bend)
+    constants = Constants(*(x.contiguous() for x in rows))
+    softcap = 1.0 if call.softcap is None else call.softcap
+    shared = (*bounds, call.scale, softcap, constants, _masked(call), _dropped(call), sizes)
+    q, k, v = (_matrix(x, call) for x in (call.q, call.k, call.v))
+    for_mask = Masked(along, 0, 0, 0, 0) if to_mask is None else Masked(to_mask, *_shared(to_mask))
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+    to_queries_kernel[(batch * heads * blocks,)](
+        q, k, v, arriving, _matrix(to_q, call), for_mask, flow, along, *shared, kind, **options
+    )
+    to_keys_kernel[(batch * kv_heads * triton.cdiv(keys, tile.keys),)](
+        q, k, v, arriving, _matrix(to_k, call), _matrix(to_v, call), ranges, *shared, kind, **options
+    )
+
+
+def _over_shared(rows: Tensor, like: Tensor) -> Tensor:
+    """Something per row, summed to (batch or 1, heads or 1)."""
+    total = rows.sum(-1)
+    for axis in (0, 1):
+        if like.shape[axis] == 1:
+            total = total.sum(axis, keepdim=True)
+    return total
+
+
+def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:
+    exact = call.q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return Kind(
+        rows=tile.rows,
+        keys=tile.keys,
+        depth=_power(call.q.shape[3]),
+        value_depth=_power(0 if call.v is None else call.v.shape[3]),
+        values=values,
+        bounded=call.first is not None,
+        mask=NO_MASK if call.mask is None else BOOL_MASK if call.mask.dtype == torch.bool else BIAS,
+        softcap=call.softcap is not None,
+        dropout=call.dropout_p > 0,
+        sinks=call.sinks is not None,
+        measure=measure,
+        wide=False,
+        split=False,
+        precision="ieee" if exact else "tf32",
+        widen=call.q.device.type == "cpu",
+    )
+
+
+def _sizes(call: Call, blocks: int, stack: int = 1, splits: int = 1) -> Sizes:
+    return Sizes(
+        heads=call.q.shape[1],
+        group=call.group,
+        stack=stack,
+        queries=call.q.shape[2],
+        keys=call.k.shape[2],
+        depth=call.q.shape[3],
+        value_depth=0 if call.v is None else call.v.shape[3],
+        blocks=blocks,
+        splits=splits,
+        bound_batch=0 if call.first is None else _stride(call.first, 0),
+        scale_batch=_stride(call.scale, 0),
+        scale_head=_stride(call.scale, 1),
+        sinks_batch=0 if call.sinks is None else _stride(call.sinks, 0),
+        sinks_head=0 if call.sinks is None else _stride(call.sinks, 1),
+        kept=1 - call.dropout_p,
+    )
+
+
+def _bounds(call: Call) -> tuple[Tensor, Tensor]:
+    if call.first is None or call.stop is None:
+        return call.scale, call.scale  # not looked at
+    first, stop = call.first.to(call.q.device), call.stop.to(call.q.device)
+    return (first, stop) if first.stride() == stop.stride() else (first.contiguous(), stop.contiguous())
+
+
+def _matrix(x: Tensor | None, call: Call) -> Matrix:
+    """As a kernel sees it; where there is none, something that it does not look at."""
+    if x is None or not x.numel():
+        return Matrix(call.scale.to(call.q.dtype), 0, 0, 0)
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    return Matrix(x, *x.stride()[:3])
+
+
+def _masked(call: Call) -> Masked:
+    if call.mask is None:
+        return Masked(call.scale, 0, 0, 0, 0)
+    mask = call.mask.view(torch.int8) if call.mask.dtype == torch.bool else call.mask
+    return Masked(mask, *_shared(mask))
+
+
+def _dropped(call: Call) -> Dropped:
+    seed = call.scale if call.seed is None else call.seed.to(call.q.device)
+    return Dropped(seed, min(round(call.dropout_p * 2**32), 2**32 - 1), max(call.period, 1))
+
+
+def _shared(x: Tensor) -> tuple[int, ...]:
+    """Strides, 0 along axes of size 1."""
+    return tuple(_stride(x, axis) for axis in range(x.dim()))
+
+
+def _stride(x: Tensor, axis: int) -> int:
+    return 0 if x.shape[axis] == 1 else x.stride(axis)
+
+
+def _power(n: int) -> int:
+    """The power of 2 from n on that a product takes."""
+    return max(16, 1 << max(n - 1, 0).bit_length())

@@ -1,0 +1,261 @@
+"""What the kernels share: who the rows of a block are, what they see, and what a mask does to a tile.
+
+A block of rows belongs to one key head. Where one query head does not fill a block, those of its whole group stand in
+it, one behind the other: row r is query r % queries of head r // queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+NO_KEY: tl.constexpr = tl.constexpr(2**31 - 1)
+NO_MASK: tl.constexpr = tl.constexpr(0)
+BOOL_MASK: tl.constexpr = tl.constexpr(1)
+BIAS: tl.constexpr = tl.constexpr(2)
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for."""
+
+    rows: int
+    """Of a block; likewise the keys of a tile."""
+    keys: int
+    depth: int
+    """head_dim and that of v, as powers of 2."""
+    value_depth: int
+    values: bool
+    bounded: bool
+    mask: int
+    softcap: bool
+    dropout: bool
+    sinks: bool
+    measure: int
+    wide: bool
+    split: bool
+    precision: str
+    """Of products of float32 numbers."""
+    widen: bool
+    """Whether to multiply in float32: Triton's interpreter takes bfloat16 for whole numbers."""
+    extra: bool = False
+    """Of a backward pass: whether gradients arrive for fields of the Reading, and go to the mask."""
+    to_mask: bool = False
+
+
+class Sizes(NamedTuple):
+    """The numbers of a call."""
+
+    heads: Any
+    group: Any
+    stack: Any
+    """Query heads in a block."""
+    queries: Any
+    keys: Any
+    depth: Any
+    value_depth: Any
+    blocks: Any
+    """Of rows, in one stack of heads."""
+    splits: Any
+    bound_batch: Any
+    scale_batch: Any
+    scale_head: Any
+    sinks_batch: Any
+    sinks_head: Any
+    kept: Any
+    """The share of weights that dropout keeps."""
+
+
+class Rows(NamedTuple):
+    """The rows of a block."""
+
+    batch: Any
+    head: Any
+    query: Any
+    there: Any
+    low: Any
+    """The first key that a row sees, and the one after its last."""
+    high: Any
+
+
+class Matrix(NamedTuple):
+    """An operand or a result of four axes, of which the last lies in one piece."""
+
+    data: Any
+    batch: Any
+    head: Any
+    row: Any
+
+
+class Masked(NamedTuple):
+    """A mask, with strides of 0 along the axes that it shares."""
+
+    mask: Any
+    batch: Any
+    head: Any
+    row: Any
+    key: Any
+
+
+class Dropped(NamedTuple):
+    """What dropout follows from."""
+
+    seed: Any
+    threshold: Any
+    period: Any
+
+
+@triton.jit
+def product(left, right, total, kind: tl.constexpr):
+    """Add a product of matrices to a sum of them."""
+    if kind.widen:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
+    else:
+        return tl.dot(left, right, total, input_precision=kind.precision)
+
+
+@triton.jit
+def across(x, TURNED: tl.constexpr):
+    """Something per row, against a tile of (rows, keys) or, turned, (keys, rows)."""
+    if TURNED:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def open_rows(begin, batch, head, first, stop, sizes, BM: tl.constexpr, BOUNDED: tl.constexpr):
+    """The rows of a block from the first head on; one that is not there sees no key."""
+    row = begin + tl.arange(0, BM)
+    there = row < sizes.stack * sizes.queries
+    query = row % sizes.queries
+    low = tl.zeros([BM], tl.int32)
+    high = tl.where(there, sizes.keys, 0).to(tl.int32)
+    if BOUNDED:
+        place = batch.to(tl.int64) * sizes.bound_batch + query
+        low = tl.maximum(tl.load(first + place, mask=there, other=0), 0).to(tl.int32)
+        high = tl.minimum(tl.load(stop + place, mask=there, other=0), sizes.keys).to(tl.int32)
+    return Rows(batch, head + row // sizes.queries, query, there, low, high)
+
+
+@triton.jit
+def place_of_rows(rows, sizes):
+    """Of each row in what there is per (batch, head, query)."""
+    return (rows.batch.to(tl.int64) * sizes.heads + rows.head) * sizes.queries + rows.query
+
+
+@triton.jit
+def load_rows(matrix, rows, depth, D: tl.constexpr):
+    """What has one row for each query row."""
+    component = tl.arange(0, D)
+    place = rows.batch.to(tl.int64) * matrix.batch + rows.head.to(tl.int64) * matrix.head
+    place = place + rows.query.to(tl.int64) * matrix.row
+    inside = rows.there[:, None] & (component < depth)[None, :]
+    return tl.load(matrix.data + place[:, None] + component[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def write_rows(matrix, x, rows, depth, D: tl.constexpr):
+    component = tl.arange(0, D)
+    place = rows.batch.to(tl.int64) * matrix.batch + rows.head.to(tl.int64) * matrix.head
+    place = place + rows.query.to(tl.int64) * matrix.row
+    inside = rows.there[:, None] & (component < depth)[None, :]
+    tl.store(matrix.data + place[:, None] + component[None, :], x.to(matrix.data.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_keys(matrix, batch, head, start, keys, depth, BN: tl.constexpr, D: tl.constexpr):
+    """Rows of k or v; 0 beyond the last key and the last component."""
+    key, component = start + tl.arange(0, BN), tl.arange(0, D)
+    base = matrix.data + batch.to(tl.int64) * matrix.batch + head.to(tl.int64) * matrix.head
+    place = key.to(tl.int64) * matrix.row
+    inside = (key < keys)[:, None] & (component < depth)[None, :]
+    return tl.load(base + place[:, None] + component[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def write_keys(matrix, x, batch, head, start, keys, depth, BN: tl.constexpr, D: tl.constexpr):
+    key, component = start + tl.arange(0, BN), tl.arange(0, D)
+    base = matrix.data + batch.to(tl.int64) * matrix.batch + head.to(tl.int64) * matrix.head
+    place = key.to(tl.int64) * matrix.row
+    inside = (key < keys)[:, None] & (component < depth)[None, :]
+    tl.store(base + place[:, None] + component[None, :], x.to(matrix.data.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def range_of_block(rows, keys):
+    """From where to where any row sees a key, and from where to where all rows see all."""
+    some = rows.low < rows.high
+    least = tl.min(tl.where(some, rows.low, keys), 0)
+    most = tl.max(tl.where(some, rows.high, 0), 0)
+    # Rows that are not there go along with the others: what is computed for them is not kept.
+    clear = tl.max(tl.where(rows.there, rows.low, 0), 0)
+    clear_stop = tl.min(tl.where(rows.there, rows.high, keys), 0)
+    return least, most, clear, clear_stop
+
+
+@triton.jit
+def tanh(x):
+    """Near 0 by its series: 1 − 2 / (1 + e^2x) would lose all digits there."""
+    square = x * x
+    near = x * (1 - square * (0.33333334 - square * (0.13333334 - square * (0.053968254 - square * 0.021869488))))
+    far = 1 - 2 / (1 + tl.exp2(tl.minimum(2 * LOG2E * tl.abs(x), 80.0)))
+    bent = tl.where(square < 0.04, near, tl.where(x < 0, -far, far))
+    return tl.where(x == x, bent, x)
+
+
+@triton.jit
+def splitmix(x):
+    """A step of SplitMix64."""
+    x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def draws_of_rows(dropped, rows, sizes):
+    """The two words from which each row draws: see `attemper._dropout`."""
+    start = splitmix(tl.load(dropped.seed).to(tl.uint64, bitcast=True))
+    row = ((rows.batch % dropped.period).to(tl.int64) * sizes.heads + rows.head) * sizes.queries + rows.query
+    own = splitmix(start + (row + 1).to(tl.uint64) * tl.full([], 0x9E3779B97F4A7C15, tl.uint64))
+    return own.to(tl.uint32), (own >> 32).to(tl.uint32)
+
+
+@triton.jit
+def finalise(x):
+    """MurmurHash3's last step."""
+    x = (x ^ (x >> 16)) * tl.full([], 0x85EBCA6B, tl.uint32)
+    x = (x ^ (x >> 13)) * tl.full([], 0xC2B2AE35, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def survivors(draw_low, draw_high, key, threshold, TURNED: tl.constexpr = False):
+    """Which weights of a tile dropout keeps."""
+    drawn = across(key.to(tl.uint32) * tl.full([], 0x9E3779B1, tl.uint32), not TURNED)
+    draw = finalise(drawn ^ across(draw_low, TURNED))
+    return finalise(draw + across(draw_high, TURNED)).to(tl.int64) >= threshold
+
+
+@triton.jit
+def mask_rows(masked, rows, MASK: tl.constexpr):
+    """Where the mask of each row begins."""
+    place = tl.zeros(rows.query.shape, tl.int64)
+    if MASK != NO_MASK:
+        place = rows.batch.to(tl.int64) * masked.batch + rows.head.to(tl.int64) * masked.head
+        place = place + rows.query.to(tl.int64) * masked.row
+    return place
+
+
+@triton.jit
+def mask_of_tile(masked, places, key, seen, MASK: tl.constexpr, TURNED: tl.constexpr = False):
+    """What a mask adds to the scores of a tile, and which of them it shows."""
+    spots = across(places, TURNED) + across(key.to(tl.int64) * masked.key, not TURNED)
+    own = tl.load(masked.mask + spots, mask=seen, other=0)
+    if MASK == BOOL_MASK:
+        return tl.zeros(seen.shape, tl.float32), own != 0
+    else:
+        return own.to(tl.float32), own != float("-inf")

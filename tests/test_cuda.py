@@ -1,0 +1,283 @@
+"""The Triton kernels: on a GPU where there is one, else in Triton's interpreter."""
+
+import subprocess
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from attemper import BackendError, attend, read
+from attemper._reading import choose
+from attemper.testing import check_operator, compare
+
+pytest.importorskip("triton")
+from attemper._backends import cuda
+from attemper._backends._operator import call_of, empty, empty_output
+from attemper._backends.cuda import _launch
+from attemper._problem import pose
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+triton_attend, triton_read = partial(attend, backend="cuda"), partial(read, backend="cuda")
+
+
+def draw(seed, *shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def three(queries=70, keys=90, dim=32, *, heads=2, kv_heads=None, value_dim=None, batch=1, dtype=torch.float32):
+    kv_heads = heads if kv_heads is None else kv_heads
+    return (
+        draw(1, batch, heads, queries, dim, dtype=dtype),
+        draw(2, batch, kv_heads, keys, dim, dtype=dtype),
+        draw(3, batch, kv_heads, keys, dim if value_dim is None else value_dim, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_battery(dtype):
+    report = check_operator(triton_attend, framework="torch", device=DEVICE, backend="cuda", dtypes=[dtype])
+    assert report.ok, str(report)
+    assert len(report.rows) > 100
+
+
+def fields_agree(found, expected, *, tolerance=2e-5):
+    for name in choose("all"):
+        value, right = getattr(found, name), getattr(expected, name)
+        if value is not None and right is not None:
+            np.testing.assert_allclose(
+                value.double().cpu(), right.double().cpu(), rtol=tolerance, atol=tolerance, err_msg=name
+            )
+
+
+def agree(found, expected, *, tolerance=2e-5):
+    torch.testing.assert_close(found.output.double(), expected.output, rtol=tolerance, atol=tolerance)
+    fields_agree(found.reading, expected.reading, tolerance=tolerance)
+
+
+def wide(operands):
+    return [x.double() for x in operands]
+
+
+SPLIT = {
+    "plain": {},
+    "causal": {"is_causal": True, "query_offset": "bottom-right"},
+    "window": {"window": (300, None), "query_offset": "bottom-right"},
+    "a mask that hides the first parts": {"attn_mask": torch.arange(2000, device=DEVICE) > 1500},
+    "softcap, sinks": {"softcap": 2.0, "sinks": draw(9, 4)},
+}
+
+
+class TestSplits:
+    """Few rows over many keys: each part of the keys is a program of its own."""
+
+    @pytest.mark.parametrize("case", SPLIT)
+    def test_the_parts_merge(self, case, monkeypatch):
+        asked = []
+        splits_for = _launch.splits_for
+
+        def count(*arguments):
+            asked.append(splits_for(*arguments))
+            return max(asked[-1], 3)
+
+        monkeypatch.setattr(_launch, "splits_for", count)
+        operands = three(2, 2000, heads=4, kv_heads=2)
+        options = {**SPLIT[case], "enable_gqa": True}
+        found = triton_attend(*operands, **options)
+        assert asked
+        agree(found, attend(*wide(operands), backend="reference", **options))
+        fields_agree(triton_read(*operands[:2], **options), found.reading)
+
+    def test_where_they_pay(self):
+        cpu = torch.device("cpu")
+        assert _launch.splits_for(1, 4096, 128, cpu) > 1
+        assert _launch.splits_for(1, 512, 128, cpu) == 1  # too few keys
+        assert _launch.splits_for(4, 4096, 128, cpu) == 1  # enough rows
+
+
+class TestMarks:
+    """What the kernel for Hopper leaves: fields that follow from others, and the rows that it marked."""
+
+    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"sinks": draw(9, 2)}])
+    def test_marked_rows_are_computed_and_others_left(self, options):
+        q, k, v = three(200, 150)
+        problem = pose(q, k, v, **options)
+        call = call_of(problem, problem.batch)
+        expected = triton_attend(q, k, v, **options)
+        fields = {name: empty(call, name, q.shape[:-1]).fill_(7) for name in _launch.Fields._fields}
+        for name in ("logsumexp", "max_logit"):
+            fields[name].copy_(getattr(expected.reading, name))
+        output = empty_output(call, q.dtype).fill_(7)
+        marks = torch.zeros(2 * 4, dtype=torch.int32, device=DEVICE)
+        marks[1] = marks[6] = 1
+        _launch._portable(call, 2, output, None, _launch.Fields(**fields), marks, complete=True)
+        marked = torch.zeros(1, 2, 200, dtype=torch.bool, device=DEVICE)
+        marked[0, 0, 64:128] = marked[0, 1, 128:192] = True
+        torch.testing.assert_close(output[marked], expected.output[marked])
+        assert (output[~marked] == 7).all()
+        for name in ("entropy", "score_std", "output_norm"):
+            torch.testing.assert_close(fields[name][marked], getattr(expected.reading, name)[marked])
+            assert (fields[name][~marked] == 7).all()
+        for name in _launch.FOLLOWING:
+            torch.testing.assert_close(fields[name], getattr(expected.reading, name), rtol=1e-5, atol=1e-6)
+
+
+GRADIENTS = {
+    "plain": (three(), {}),
+    "causal, several tiles": (three(150, 150, batch=2), {"is_causal": True}),
+    "fewer queries than keys, bottom-right": (three(33, 150), {"is_causal": True, "query_offset": "bottom-right"}),
+    "window": (three(150, 150), {"window": (20, 3)}),
+    "grouped heads": (three(70, 70, heads=4, kv_heads=2), {"is_causal": True, "enable_gqa": True}),
+    "key lengths, one of them 0": (three(batch=3), {"key_lengths": torch.tensor([0, 41, 90], device=DEVICE)}),
+    "head_dim 3, value_dim 5": (three(33, 41, 3, value_dim=5), {}),
+    "head_dim 80": (three(40, 50, 80), {}),
+    "bool mask": (three(), {"attn_mask": (draw(4, 70, 90) > 0)}),
+    "bias": (three(batch=2), {"attn_mask": draw(4, 2, 2, 70, 90)}),
+    "bias that entries and heads share": (three(batch=2), {"attn_mask": draw(4, 1, 1, 70, 90)}),
+    "softcap": (three(), {"softcap": 1.5}),
+    "bias and softcap": (three(), {"attn_mask": draw(4, 1, 2, 70, 90), "softcap": 1.5, "is_causal": True}),
+    "sinks": (three(), {"sinks": draw(5, 2)}),
+    "a scale per head, one of them 0": (three(), {"scale": torch.tensor([0.3, 0.0], device=DEVICE)}),
+    "a scale below 0": (three(), {"scale": torch.tensor([-0.2, 0.4], device=DEVICE)}),
+    "dropout": (three(), {"dropout_p": 0.3, "seed": 3}),
+}
+
+
+def gradients(operands, options, *, backend, dtype=None, differentiable=False):
+    """(gradients by name, Reading)."""
+    leaves = dict(zip("qkv", operands, strict=True))
+    leaves |= {n: x for n, x in options.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
+    leaves = {name: (x if dtype is None else x.to(dtype)).detach().requires_grad_() for name, x in leaves.items()}
+    rest = {name: leaves.get(name, x) for name, x in options.items()}
+    output, reading = attend(
+        leaves["q"], leaves["k"], leaves["v"], backend=backend, differentiable=differentiable, **rest
+    )
+    loss = (output * draw(8, *output.shape).to(output.dtype)).sum()
+    if differentiable:
+        fields = ("logsumexp", "entropy", "expected_score", "collision")
+        loss = loss + sum((getattr(reading, n) * draw(9 + i, *reading.shape)).sum() for i, n in enumerate(fields))
+    found = torch.autograd.grad(loss, list(leaves.values()))
+    return dict(zip(leaves, found, strict=True)), reading
+
+
+def compared(case, *, dtype="float32", differentiable=False):
+    operands, options = case
+    operands = [x.to(getattr(torch, dtype)) for x in operands]
+    found, reading = gradients(operands, options, backend="cuda", differentiable=differentiable)
+    right, expected = gradients(operands, options, backend="torch", dtype=torch.float64, differentiable=differentiable)
+    plain, own = gradients(operands, options, backend="torch", differentiable=differentiable)
+    for name, value in right.items():
+        truth = value.cpu().numpy()
+        kind = dtype if name in "qkv" else "float32"
+        # Products of many numbers, of which the plain formula adds no fewer.
+        result = compare(found[name].cpu(), truth, plain[name].cpu(), dtype=kind, allowance=4)
+        assert result.ok, f"{name}: {result}"
+    for name in ("gradient_flow", "pressure"):
+        truth = getattr(expected, name).cpu().numpy()
+        result = compare(
+            getattr(reading, name).cpu(), truth, getattr(own, name).cpu(), dtype=dtype, magnitude=1.0, allowance=4
+        )
+        assert result.ok, f"{name}: {result}"
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name):
+    compared(GRADIENTS[name])
+
+
+@pytest.mark.parametrize("name", ["plain", "causal, several tiles", "bias", "sinks"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_in_sixteen_bits(name, dtype):
+    compared(GRADIENTS[name], dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["plain", "causal, several tiles", "bias and softcap", "sinks"])
+def test_gradients_of_fields(name):
+    compared(GRADIENTS[name], differentiable=True)
+
+
+def test_gradients_of_fields_alone():
+    q, k, v = (x.requires_grad_() for x in three())
+    triton_attend(q, k, v, differentiable=True).reading.entropy.sum().backward()
+    twin = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    attend(*twin, differentiable=True, backend="torch").reading.entropy.sum().backward()
+    for x, y in ((q, twin[0]), (k, twin[1])):
+        torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-4, atol=1e-6)
+    assert not v.grad.any()
+
+
+@pytest.mark.parametrize("place", ["k", "v"])
+def test_what_a_row_does_not_see_reaches_no_gradient_of_it(place):
+    q, k, v = three(70, 70)
+    clean, _ = gradients((q, k, v), {"is_causal": True}, backend="cuda")
+    dirty = {"k": k.clone(), "v": v.clone()}
+    dirty[place][:, :, 40] = float("nan")
+    found, _ = gradients((q, dirty["k"], dirty["v"]), {"is_causal": True}, backend="cuda")
+    torch.testing.assert_close(found["q"][:, :, :40], clean["q"][:, :, :40])
+    assert found["q"][:, :, 40:].isnan().any(-1).all()
+    assert found["v"].isnan().any()
+
+
+def test_a_broken_row_spoils_what_it_sees_and_nothing_else():
+    q, k, v = (x.requires_grad_() for x in three(70, 70))
+    output = triton_attend(q, k, v, is_causal=True).output
+    grad = draw(8, *output.shape)
+    clean = torch.autograd.grad(output, (q, k, v), grad, retain_graph=True)
+    grad[:, :, 40] = float("nan")
+    for_q, for_k, for_v = torch.autograd.grad(output, (q, k, v), grad)
+    others = torch.arange(70, device=DEVICE) != 40
+    torch.testing.assert_close(for_q[:, :, others], clean[0][:, :, others])
+    for found, right in ((for_k, clean[1]), (for_v, clean[2])):
+        assert found[:, :, :41].isnan().any(-1).all()
+        torch.testing.assert_close(found[:, :, 41:], right[:, :, 41:])
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
+def test_nothing_has_gradients_of_nothing(shape):
+    leaves = [x.requires_grad_() for x in three(*shape)]
+    output, _ = triton_attend(*leaves)
+    for leaf, grad in zip(leaves, torch.autograd.grad(output.sum(), leaves), strict=True):
+        assert grad.shape == leaf.shape
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("how", ["transposed", "every second", "head_dim not last", "shared"])
+def test_operands_as_they_lie(how):
+    x = [draw(i, 1, 80, 2, 32) for i in range(3)]
+    operands = {
+        "transposed": [y.transpose(1, 2) for y in x],
+        "every second": [y.transpose(1, 2)[:, :, ::2] for y in x],
+        "head_dim not last": [draw(i, 1, 2, 32, 80).transpose(2, 3) for i in range(3)],
+        "shared": [draw(i, 1, 1, 80, 32).expand(2, 2, 80, 32) for i in range(3)],
+    }[how]
+    agree(triton_attend(*operands, is_causal=True), attend(*wide(operands), is_causal=True, backend="reference"))
+
+
+class TestRefuses:
+    def test_what_it_cannot_take(self):
+        q, k, v = three(4, 4)
+        with pytest.raises(BackendError, match="16 or 32 bits, and q is float64"):
+            triton_attend(*wide((q, k, v)))
+        deep = draw(1, 1, 2, 4, 257)
+        with pytest.raises(BackendError, match="head_dim of 256"):
+            triton_attend(deep, deep, deep)
+        with pytest.raises(BackendError, match="torch tensors"):
+            triton_attend(*(x.cpu().numpy() for x in (q, k, v)))
+
+    def test_a_cpu_without_the_interpreter(self, monkeypatch):
+        monkeypatch.setattr(cuda, "_INTERPRETED", False)
+        with pytest.raises(BackendError, match="computes on a CUDA GPU, and q is on cpu"):
+            triton_attend(*(x.cpu() for x in three(4, 4)))
+
+    def test_without_triton(self, monkeypatch):
+        monkeypatch.setattr(cuda, "_HAS_TRITON", False)
+        with pytest.raises(BackendError, match="pip install triton"):
+            triton_attend(*three(4, 4))
+
+
+def test_importing_needs_no_triton():
+    code = "import sys, torch, attemper; from attemper._backends import cuda; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
