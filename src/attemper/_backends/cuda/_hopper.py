@@ -654,10 +654,15 @@ def takes(call: Call) -> bool:
     )
 
 
+@functools.cache
+def _layout(rows: int, depth: int, dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, depth], _DTYPES[dtype])
+
+
 def _described(x: Tensor, rows: int) -> TensorDescriptor:
     """A tensor as the copy engine knows it, in blocks of some rows of one head."""
     block = [1, 1, rows, x.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[x.dtype])
+    layout = _layout(rows, x.shape[-1], x.dtype)
     # An axis of one entry may have any stride, also one that the engine refuses.
     strides = [step if size > 1 else 64 for size, step in zip(x.shape[:-1], x.stride(), strict=False)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)

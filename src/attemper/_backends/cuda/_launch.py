@@ -275,7 +275,8 @@ def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:
         value_depth=_power(0 if call.v is None else call.v.shape[3]),
         values=values,
         bounded=call.first is not None,
-        mask=NO_MASK if call.mask is None else BOOL_MASK if call.mask.dtype == torch.bool else BIAS,
+        # Numbers, not Triton's constants: a kind is compared at every launch.
+        mask=(NO_MASK if call.mask is None else BOOL_MASK if call.mask.dtype == torch.bool else BIAS).value,
         softcap=call.softcap is not None,
         dropout=call.dropout_p > 0,
         sinks=call.sinks is not None,
