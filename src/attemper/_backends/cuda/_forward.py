@@ -172,13 +172,13 @@ def visit(
         else:
             here = tl.sum(tl.where(seen, 1.0, 0.0), 1)
     if kind.measure >= MOMENTS:
-        scaled = scores * unit[:, None]
         # Two passes over the tile: the sum of squares alone would cancel when the mean is large.
-        tile_mean = tl.sum(tl.where(seen, scaled, 0.0), 1) / tl.maximum(here, 1.0)
-        off = tl.where(seen, scaled - tile_mean[:, None], 0.0)
+        middle = tl.sum(tl.where(seen, scores, 0.0), 1) / tl.maximum(here, 1.0)
+        off = tl.where(seen, scores - middle[:, None], 0.0)
+        tile_mean = middle * unit
         whole = tl.maximum(count + here, 1.0)
         gap = tl.where((count > 0) & (here > 0) & (tile_mean != mean), tile_mean - mean, 0.0)
-        spread = spread + tl.sum(off * off, 1) + gap * gap * count * (here / whole)
+        spread = spread + tl.sum(off * off, 1) * (unit * unit) + gap * gap * count * (here / whole)
         mean = mean * (count / whole) + tile_mean * (here / whole)
     highest, opening, opening_score = state.highest, state.opening, state.opening_score
     if kind.measure >= MOMENTS:

@@ -609,10 +609,13 @@ def _kernel(
         )
 
 
-def configuration(head_dim: int) -> dict[str, int]:
-    """Consumers, keys of a tile, tiles of the rings and registers of a consumer: as measured best on an H200."""
+def configuration(head_dim: int, level: int) -> dict[str, int]:
+    """Consumers, keys of a tile, tiles of the rings and registers of a consumer."""
     if head_dim == 128:
         return {"CONSUMERS": 2, "N": 128, "STAGES": 2, "REGISTERS": 240}
+    if level == 3:
+        # Three consumers have too few registers for the sums over scores.
+        return {"CONSUMERS": 2, "N": 128, "STAGES": 3, "REGISTERS": 240}
     return {"CONSUMERS": 3, "N": 128, "STAGES": 3, "REGISTERS": 160}
 
 
@@ -696,7 +699,9 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
         return
     batch, heads, queries, head_dim = q.shape
     keys = k.shape[2]
-    choice = configuration(head_dim)
+    # Four kernels: what everybody needs, what a gradient needs, sums over the weights, and over the scores too.
+    level = max((_LEVELS[name] for name in fields), default=0)
+    choice = configuration(head_dim, level)
     bounded = call.first is not None or call.stop is not None
     scale = call.scale.contiguous()
     sinks = scale if call.sinks is None else call.sinks.contiguous()
@@ -715,8 +720,6 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
         (bounded and stop.shape[0] > 1, _STOP_PER_BATCH),
     ):
         choices |= bit.value if there else 0
-    # Four kernels: what everybody needs, what a gradient needs, sums over the weights, and over the scores too.
-    level = max((_LEVELS[name] for name in fields), default=0)
     pairs = batch * heads
     blocks = -(-queries // (ROWS * choice["CONSUMERS"]))
     share = 2 * keys * head_dim * q.element_size() // call.group or 1
