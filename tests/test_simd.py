@@ -26,6 +26,7 @@ from attemper._backends.cpu._simd import (
     fetch,
     first_lane,
     fma,
+    highest_of_lanes,
     lanes,
     load,
     load_apart,
@@ -56,6 +57,7 @@ from attemper._backends.cpu._simd import (
     store_rows,
     store_some,
     store_square,
+    sum_of_lanes,
     tanh,
     times_all,
     to_floating,
@@ -653,6 +655,31 @@ def test_spread_and_first_lane_and_any_lane():
     assert (doubles[: width(np.float64)] == 3).all()
     assert (words[:step] == 7).all()
     assert not singles[step:].any()
+
+
+@kernel
+def fold(address):
+    d = pointer(address, int64)
+    singles, doubles = pointer(d[0], float32), pointer(d[1], float64)
+    singles[lanes(singles)] = sum_of_lanes(load(singles, 0))
+    singles[lanes(singles) + 1] = highest_of_lanes(load(singles, 0))
+    doubles[lanes(doubles)] = sum_of_lanes(load(doubles, 0))
+    doubles[lanes(doubles) + 1] = highest_of_lanes(load(doubles, 0))
+
+
+def test_one_number_of_all_lanes():
+    for place in range(width(np.float32)):
+        singles, doubles = (
+            np.random.default_rng(place).standard_normal(32).astype(t) for t in (np.float32, np.float64)
+        )
+        for x in (singles, doubles):
+            x[place % width(x.dtype)] = 40.0  # the largest, in each lane once
+        sheet = np.array([singles.ctypes.data, doubles.ctypes.data], dtype=np.int64)
+        machine_code(fold)(sheet.ctypes.data)
+        for x, tolerance in ((singles, 1e-6), (doubles, 1e-14)):
+            n = width(x.dtype)
+            np.testing.assert_allclose(x[n], x[:n].sum(dtype=np.float64), rtol=tolerance)
+            assert x[n + 1] == 40.0
 
 
 def test_kinds_of_numbers():

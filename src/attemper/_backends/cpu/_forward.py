@@ -18,6 +18,7 @@ from ._simd import (
     exp2,
     first_lane,
     fma,
+    highest_of_lanes,
     lanes,
     load,
     log,
@@ -32,6 +33,7 @@ from ._simd import (
     sqrt,
     store,
     store_some,
+    sum_of_lanes,
     to_floating,
     where,
 )
@@ -530,8 +532,8 @@ def _visit_thin(
             if first == int64(panel.bounds[FIRSTS * width + r]):
                 state[FIRST_SCORE * width + r] = scores[0]
             old, count, before = state[REFERENCE * width + r], as_kind(k, n), state[COUNT * width + r]
-            top = max(highest_lane(best, room.corner), state[MAXIMUM * width + r])
-            tile_sum = sum_lanes(total, room.corner)
+            top = max(highest_of_lanes(best), state[MAXIMUM * width + r])
+            tile_sum = sum_of_lanes(total)
             # Not by what they are: a visible score may be at −inf too, and has to show.
             for j in range(n - n % step, n):
                 tile_sum += scores[j]
@@ -552,12 +554,12 @@ def _visit_thin(
                 spreads = fma(u, u, spreads)
             so_far = state[TOTAL * width + r]
             leant = keep * (state[TILT * width + r] + shift_by * so_far)
-            state[TILT * width + r] = leant + sum_lanes(tilt, room.corner)
-            state[TOTAL * width + r] = keep * so_far + sum_lanes(weight, room.corner)
-            state[SQUARES * width + r] = keep * keep * state[SQUARES * width + r] + sum_lanes(squares, room.corner)
+            state[TILT * width + r] = leant + sum_of_lanes(tilt)
+            state[TOTAL * width + r] = keep * so_far + sum_of_lanes(weight)
+            state[SQUARES * width + r] = keep * keep * state[SQUARES * width + r] + sum_of_lanes(squares)
             state[MAXIMUM * width + r], state[REFERENCE * width + r] = top, reference
             share, apart = count / (before + count), tile_mean - state[MEAN * width + r]
-            within = state[SPREAD * width + r] + sum_lanes(spreads, room.corner)
+            within = state[SPREAD * width + r] + sum_of_lanes(spreads)
             state[SPREAD * width + r] = within + apart * apart * before * share
             state[MEAN * width + r] += apart * share
             state[COUNT * width + r] = before + count
@@ -566,26 +568,6 @@ def _visit_thin(
                 thin_values(scores, 1, own, v_stride, n, value_deep, at(panel.out, r), width, keep, room.corner)
 
     return each_row
-
-
-@kernel
-def highest_lane(x: Any, corner: Any) -> Any:
-    """The largest number of a vector."""
-    store(corner, 0, x)
-    best = corner[0]
-    for i in range(1, lanes(corner)):
-        best = max(best, corner[i])
-    return best
-
-
-@kernel
-def sum_lanes(x: Any, corner: Any) -> Any:
-    """The sum of the numbers of a vector."""
-    store(corner, 0, x)
-    total = corner[0]
-    for i in range(1, lanes(corner)):
-        total += corner[i]
-    return total
 
 
 @kernel

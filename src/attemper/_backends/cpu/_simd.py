@@ -393,6 +393,32 @@ def any_lane(_typing: Any, x: Any) -> Any:
     return types.boolean(x), emit
 
 
+def _fold(b: Any, vector: Vector, x: Any, join: Callable[..., Any]) -> Any:
+    """One number of all lanes, halves joined with halves."""
+    i32, n = ir.IntType(32), vector.lanes
+    while n > 1:
+        n //= 2
+        halves = ([ir.Constant(i32, start + i) for i in range(n)] for start in (0, n))
+        x = join(*(b.shuffle_vector(x, x, ir.Constant(ir.VectorType(i32, n), half)) for half in halves))
+    return b.extract_element(x, ir.Constant(i32, 0))
+
+
+@intrinsic
+def sum_of_lanes(_typing: Any, x: Any) -> Any:
+    """The sum of the numbers of a vector."""
+    return x.element(x), lambda context, b, sig, args: _fold(b, x, args[0], b.fadd)
+
+
+@intrinsic
+def highest_of_lanes(_typing: Any, x: Any) -> Any:
+    """The largest of them."""
+
+    def larger(b: Any, one: Any, two: Any) -> Any:
+        return b.select(b.fcmp_ordered(">", one, two), one, two)
+
+    return x.element(x), lambda context, b, sig, args: _fold(b, x, args[0], lambda *both: larger(b, *both))
+
+
 # Arithmetic.
 
 
@@ -704,7 +730,8 @@ def fetch(_typing: Any, p: Any, _i: Any) -> Any:
 
 
 def _prefetch(b: Any, place: Any) -> None:
-    read, near, data = (ir.Constant(ir.IntType(32), value) for value in (0, 3, 1))
+    # Not into the nearest cache of all: what is being read would have to make room.
+    read, near, data = (ir.Constant(ir.IntType(32), value) for value in (0, 2, 1))
     _call(b, "llvm.prefetch.p0", ir.VoidType(), [place, read, near, data])
 
 
