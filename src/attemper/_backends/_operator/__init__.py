@@ -14,7 +14,20 @@ from ..._arrays import torch_is_plain
 from ..._dropout import as_signed
 from ..._problem import Problem
 from ..._reading import AFTER_BACKWARD
-from ._call import COUNTS, FIELDS, Call, Road, Saved, Upstream, available, empty, empty_output, gradient_size, plainly
+from ._call import (
+    COUNTS,
+    FIELDS,
+    Call,
+    Road,
+    Saved,
+    Upstream,
+    available,
+    empty,
+    empty_output,
+    gradient_size,
+    over_shared,
+    plainly,
+)
 from ._operators import (
     DIFFERENTIABLE,
     OPERANDS,
@@ -45,6 +58,7 @@ __all__ = [
     "functorch_level",
     "gradient_size",
     "implementation",
+    "over_shared",
     "plainly",
     "run_on",
     "tiles",

@@ -119,6 +119,15 @@ def gradient_size(q: Tensor, stats: frozenset[str]) -> int:
     return 1 + 2 * q.shape[0] * q.shape[1] * q.shape[2] if stats & {"gradient_flow", "pressure"} else 0
 
 
+def over_shared(rows: Tensor, like: Tensor) -> Tensor:
+    """Something per row, summed to (batch or 1, heads or 1)."""
+    total = rows.sum(-1)
+    for axis in (0, 1):
+        if like.shape[axis] == 1:
+            total = total.sum(axis, keepdim=True)
+    return total
+
+
 _NOTHING = nullcontext()
 
 

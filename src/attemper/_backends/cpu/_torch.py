@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._problem import Problem
-from .._operator import COUNTS, Call, Saved, Upstream, call_of, empty_output, implementation
+from .._operator import COUNTS, Call, Saved, Upstream, call_of, empty_output, implementation, over_shared
 from ._sheet import KINDS, NEED_NO_SUMS, Layout, Operand, Request, attend, differentiate
 from ._slots import FIELDS
 
@@ -178,12 +178,12 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
         # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
         saved.gradients.data[0] = 1
         saved.gradients.data[1:] = torch.stack((flow, pressure)).flatten()
-    to_scale = _over_shared(pressure, call.scale) / call.scale
+    to_scale = over_shared(pressure, call.scale) / call.scale
     to_sinks = q.new_empty(0)
     if call.sinks is not None:
         sinks = call.sinks.to(wide)[..., None]
         mass = torch.where(sinks == -math.inf, 0, torch.sigmoid(sinks - saved.logsumexp))
-        to_sinks = _over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks)
+        to_sinks = over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks)
     return (
         to_q,
         to_k,
@@ -192,12 +192,3 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
         to_scale.to(call.scale.dtype),
         to_sinks.to(q.dtype if call.sinks is None else call.sinks.dtype),
     )
-
-
-def _over_shared(rows: Tensor, like: Tensor) -> Tensor:
-    """Something per row, summed to (batch or 1, heads or 1)."""
-    total = rows.sum(-1)
-    for axis in (0, 1):
-        if like.shape[axis] == 1:
-            total = total.sum(axis, keepdim=True)
-    return total

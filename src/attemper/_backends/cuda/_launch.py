@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .._operator import COUNTS, Call, Saved, Upstream, available, empty, empty_output
+from .._operator import COUNTS, Call, Saved, Upstream, available, empty, empty_output, over_shared
 from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
 from ._forward import PARTS, Fields, complete_kernel, forward_kernel, merge_kernel
 from ._tile import BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
@@ -194,8 +194,8 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
     if call.sinks is not None:
         sinks = call.sinks.to(call.wide)[..., None]
         mass = torch.where(sinks == -math.inf, 0, torch.sigmoid(sinks - saved.logsumexp))
-        to_sinks = _over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks).to(call.sinks.dtype)
-    to_scale = _over_shared(along, call.scale).to(call.scale.dtype)
+        to_sinks = over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks).to(call.sinks.dtype)
+    to_scale = over_shared(along, call.scale).to(call.scale.dtype)
     return to_q, to_k, to_v, to_mask.to(q.dtype if bias is None else bias.dtype), to_scale, to_sinks
 
 
@@ -255,15 +255,6 @@ def _gradients(
     to_keys_kernel[(batch * kv_heads * triton.cdiv(keys, tile.keys),)](
         q, k, v, arriving, _matrix(to_k, call), _matrix(to_v, call), ranges, *shared, kind, **options
     )
-
-
-def _over_shared(rows: Tensor, like: Tensor) -> Tensor:
-    """Something per row, summed to (batch or 1, heads or 1)."""
-    total = rows.sum(-1)
-    for axis in (0, 1):
-        if like.shape[axis] == 1:
-            total = total.sum(axis, keepdim=True)
-    return total
 
 
 def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:
