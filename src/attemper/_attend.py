@@ -135,6 +135,7 @@ def attend(
     if attn_mask is None and key_lengths is None and cu_seqlens is None and sinks is None:
         numbers = (scale, softcap, dropout_p, seed, is_causal, query_offset, enable_gqa)
         key = key_of((q, k, v), (*_sides(window), *numbers, stats, differentiable, backend))
+        # Asked after key_of, which lets no array through: of that there is no truth.
         key = None if key is not None and dropout_p else key
         repeat = None if key is None else remembered(key)
         again = None if repeat is None else repeat(q, k, v)
@@ -197,6 +198,7 @@ def read(
     if attn_mask is None and key_lengths is None and cu_seqlens is None and sinks is None:
         numbers = (scale, softcap, dropout_p, seed, is_causal, query_offset, enable_gqa)
         key = key_of((q, k), (*_sides(window), *numbers, stats, differentiable, backend))
+        # Asked after key_of, which lets no array through: of that there is no truth.
         key = None if key is not None and dropout_p else key
         repeat = None if key is None else remembered(key)
         again = None if repeat is None else repeat(q, k)

@@ -27,6 +27,7 @@ from ._tile import (
     place_of_rows,
     product,
     range_of_block,
+    starts_of_rows,
     survivors,
     tanh,
     write_rows,
@@ -233,7 +234,11 @@ def finish(
     tl.store(fields.max_logit + row, state.maximum * LN2, mask=there)
     tl.store(fields.logsumexp + row, logsumexp, mask=there)
     tl.store(fields.largest_weight + row, tl.where(seen, 1 / total, 0.0), mask=there)
-    tl.store(fields.visible_keys + row, state.count.to(tl.int64), mask=there)
+    visible = state.count.to(tl.int64)
+    if kind.mask == NO_MASK:
+        # A float32 counts to 2²⁴; where bounds alone hide keys they say it too.
+        visible = tl.maximum(rows.high - rows.low, 0).to(tl.int64)
+    tl.store(fields.visible_keys + row, visible, mask=there)
     passing = tl.full(total.shape, 1.0, tl.float32)
     mass = tl.zeros(total.shape, tl.float32)
     if kind.sinks:
@@ -460,7 +465,7 @@ def complete_kernel(q, k, first, stop, scale, sinks, sizes, fields, kind: tl.con
     tl.store(fields.sink_mass + row, mass, mask=there)
     if kind.measure >= MOMENTS:
         score = tl.zeros([BM], tl.float32)
-        places = batch.to(tl.int64) * q.batch + rows.head.to(tl.int64) * q.head + rows.query.to(tl.int64) * q.row
+        places = starts_of_rows(q, rows)
         k_places = batch.to(tl.int64) * k.batch + (rows.head // sizes.group).to(tl.int64) * k.head
         k_places += rows.low.to(tl.int64) * k.row
         for i in tl.range(0, sizes.depth, 32):

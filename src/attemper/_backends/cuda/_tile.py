@@ -148,11 +148,17 @@ def place_of_rows(rows, sizes):
 
 
 @triton.jit
+def starts_of_rows(strides, rows):
+    """Where each row begins in a Matrix, or in a mask."""
+    place = rows.batch.to(tl.int64) * strides.batch + rows.head.to(tl.int64) * strides.head
+    return place + rows.query.to(tl.int64) * strides.row
+
+
+@triton.jit
 def load_rows(matrix, rows, depth, D: tl.constexpr):
     """What has one row for each query row."""
     component = tl.arange(0, D)
-    place = rows.batch.to(tl.int64) * matrix.batch + rows.head.to(tl.int64) * matrix.head
-    place = place + rows.query.to(tl.int64) * matrix.row
+    place = starts_of_rows(matrix, rows)
     inside = rows.there[:, None] & (component < depth)[None, :]
     return tl.load(matrix.data + place[:, None] + component[None, :], mask=inside, other=0.0)
 
@@ -160,8 +166,7 @@ def load_rows(matrix, rows, depth, D: tl.constexpr):
 @triton.jit
 def write_rows(matrix, x, rows, depth, D: tl.constexpr):
     component = tl.arange(0, D)
-    place = rows.batch.to(tl.int64) * matrix.batch + rows.head.to(tl.int64) * matrix.head
-    place = place + rows.query.to(tl.int64) * matrix.row
+    place = starts_of_rows(matrix, rows)
     inside = rows.there[:, None] & (component < depth)[None, :]
     tl.store(matrix.data + place[:, None] + component[None, :], x.to(matrix.data.dtype.element_ty), mask=inside)
 
@@ -245,8 +250,7 @@ def mask_rows(masked, rows, MASK: tl.constexpr):
     """Where the mask of each row begins."""
     place = tl.zeros(rows.query.shape, tl.int64)
     if MASK != NO_MASK:
-        place = rows.batch.to(tl.int64) * masked.batch + rows.head.to(tl.int64) * masked.head
-        place = place + rows.query.to(tl.int64) * masked.row
+        place = starts_of_rows(masked, rows)
     return place
 
 
