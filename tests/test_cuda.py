@@ -208,6 +208,13 @@ def test_gradients_of_fields_alone():
     assert not v.grad.any()
 
 
+def test_a_sink_that_takes_all_hides_no_flow():
+    # The output is 0, and says nothing of the mean of dP under the weights.
+    _, free = gradients(three(), {}, backend="cuda")
+    _, taken = gradients(three(), {"sinks": torch.full((2,), 1000.0, device=DEVICE)}, backend="cuda")
+    torch.testing.assert_close(taken.gradient_flow, free.gradient_flow, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("place", ["k", "v"])
 def test_what_a_row_does_not_see_reaches_no_gradient_of_it(place):
     q, k, v = three(70, 70)
