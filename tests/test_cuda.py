@@ -14,7 +14,7 @@ from attemper.testing import check_operator, compare
 
 pytest.importorskip("triton")
 from attemper._backends import cuda
-from attemper._backends._operator import call_of, empty, empty_output
+from attemper._backends._operator import call_of, empty, empty_output, row_by_row, tiles
 from attemper._backends.cuda import _launch
 from attemper._problem import pose
 
@@ -122,6 +122,96 @@ class TestMarks:
             assert (fields[name][~marked] == 7).all()
         for name in _launch.FOLLOWING:
             torch.testing.assert_close(fields[name], getattr(expected.reading, name), rtol=1e-5, atol=1e-6)
+
+
+class TestBands:
+    """Where positions alone hide keys, the operator gets two numbers in place of tensors."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        seen = []
+
+        def forward(call, stats, *, apart):
+            seen.append(call)
+            return _launch.forward(call, stats, apart=apart)
+
+        monkeypatch.setattr(cuda, "forward", forward)
+        return seen
+
+    @pytest.mark.parametrize("gradients", [False, True])
+    @pytest.mark.parametrize(
+        ("options", "band"),
+        [
+            ({}, None),
+            ({"is_causal": True}, (-70, 1)),
+            ({"is_causal": True, "query_offset": "bottom-right"}, (-70, 21)),
+            ({"window": (3, None), "query_offset": 5}, (2, 90)),
+            ({"window": (3, 4), "query_offset": -200}, (-70, -70)),
+            ({"window": (3, 4), "query_offset": 200}, (90, 90)),
+        ],
+    )
+    def test_numbers_alone(self, calls, options, band, gradients):
+        operands = [x.requires_grad_(gradients) for x in three()]
+        found = triton_attend(*operands, **options)
+        assert [call.band if call.band is None else tuple(call.band) for call in calls] == [band]
+        assert calls[0].first is calls[0].stop is None
+        assert calls[0].number == pytest.approx(32**-0.5)
+        agree(found, attend(*wide(operands), backend="reference", **options))
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"key_lengths": torch.tensor([40])}, {"query_offset": torch.tensor([3])}, {"cu_seqlens": [0, 30, 90]}],
+    )
+    def test_tensors_where_it_takes_them(self, calls, options):
+        options = {n: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+        operands = three(90, 90)
+        agree(
+            triton_attend(*operands, is_causal=True, **options),
+            attend(*wide(operands), is_causal=True, backend="reference", **options),
+        )
+        assert calls[0].band is None
+        assert calls[0].first is not None
+
+    def test_a_scale_that_is_no_number(self, calls):
+        triton_attend(*three(), scale=torch.tensor(0.3, device=DEVICE))
+        triton_attend(*three(), scale=torch.rand(2, device=DEVICE))
+        triton_attend(*three(), scale=0.3)
+        assert [call.number for call in calls] == [None, None, 0.3]
+
+    @pytest.mark.parametrize("road", ["torch", "cpu"])
+    def test_every_road_takes_them(self, road):
+        problem = pose(*three(), is_causal=True, query_offset=3)
+        call = call_of(problem, problem.batch, banded=True)
+        assert call.band is not None
+        rows = call_of(problem, problem.batch) if DEVICE == "cpu" else row_by_row(call)
+        stats = ",".join(sorted(choose("all")))
+        for found, expected in zip(tiles(*call, stats, road), tiles(*rows, stats, road), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+    def test_under_transforms(self):
+        q, k, v = three(20, 20, batch=3)
+
+        def loss(q, k, v, backend="cuda"):
+            return attend(q, k, v, is_causal=True, backend=backend).output.square().sum()
+
+        found = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+        expected = torch.vmap(torch.func.grad(partial(loss, backend="torch"), argnums=(0, 1, 2)))(q, k, v)
+        torch.testing.assert_close(found, expected)
+
+    @pytest.mark.parametrize("dynamic", [None, True])
+    def test_compiled(self, calls, dynamic):
+        torch._dynamo.reset()
+
+        def loss(q, k, v):
+            return triton_attend(q, k, v, is_causal=True, window=(9, None)).output.square().sum()
+
+        operands = [x.requires_grad_() for x in three(20, 30)]
+        fast = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        for length in (20, 17, 13):
+            own = [x[:, :, :length].detach().requires_grad_() for x in operands]
+            found, expected = torch.autograd.grad(fast(*own), own), torch.autograd.grad(loss(*own), own)
+            torch.testing.assert_close(found, expected)
+        assert {tuple(call.band) for call in calls} == {(-9, 1)}
 
 
 GRADIENTS = {

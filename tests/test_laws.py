@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attemper import attend, read, trace
 from attemper._backends import numpy as tiled
-from attemper._bounds import key_bounds
+from attemper._bounds import bounds_of_band, key_band, key_bounds
 from attemper._reading import AFTER_BACKWARD, DERIVED, FIELDS, MEASURED
 
 TILED = ("numpy", "cpu")
@@ -374,6 +374,34 @@ def test_bounds_lie_among_the_keys(batch, queries, keys, data):
     index = np.arange(keys)
     between = (bounds.first[..., None] <= index) & (index < bounds.stop[..., None])
     np.testing.assert_array_equal(np.broadcast_to(between, seen.shape), seen)
+
+
+FAR = st.sampled_from([2**61, -(2**61), 2**40, -(2**40)])
+
+
+@given(
+    queries=st.integers(0, 6),
+    keys=st.integers(0, 8),
+    is_causal=st.booleans(),
+    offset=st.integers(-9, 9) | FAR | st.just("bottom-right"),
+    window=st.none() | st.tuples(*[st.none() | st.integers(0, 9) | FAR.map(abs)] * 2),
+)
+def test_a_band_says_what_bounds_say(queries, keys, is_causal, offset, window):
+    torch = pytest.importorskip("torch")
+    options = {
+        "is_causal": is_causal,
+        "query_offset": offset,
+        "window": window,
+        "key_lengths": None,
+        "cu_seqlens": None,
+    }
+    bounds, band = key_bounds(np, (), queries, keys, **options), key_band(queries, keys, **options)
+    assert (band is None) == (bounds is None)
+    if band is not None:
+        assert -queries <= band.low <= keys
+        assert -queries <= band.high <= keys
+        for found, expected in zip(bounds_of_band(torch, band, queries, keys, "cpu"), bounds, strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 @backends

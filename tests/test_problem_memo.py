@@ -286,6 +286,15 @@ def test_subclasses_go_the_whole_way():
         assert not _REMEMBERED
 
 
+def test_on_a_gpu_positions_are_two_numbers():
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, LONGEST + 1, 8, device="cuda") for _ in range(3))
+        problem = pose(q, k, v, is_causal=True)
+        assert problem.rows is None
+        assert problem.band == (-LONGEST - 1, 1)
+        assert {bound.device.type for bound in problem.bounds} == {"cuda"}
+
+
 # --- what is shared ---------------------------------------------------------------------------------------------------
 
 

@@ -554,9 +554,11 @@ def test_checkpoint_of_dropout():
 
 EVERYTHING = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
-# q, k, v with grouped heads; mask, first, stop, scale, sinks, seed, softcap, dropout_p
+# q, k, v with grouped heads; mask, first, stop, scale, sinks, seed, softcap, dropout_p; then the numbers
+BAND = {"a band and a number": ((-2, 1), 1.0)}
 ARGUMENTS = {
     "plain": (None, None, None, torch.ones(1, 1), None, None, None, 0.0),
+    "a band and a number": (None, None, None, torch.ones(1, 1), None, None, None, 0.0),
     "bias": (torch.randn(1, 4, 5, 7), None, None, torch.rand(1, 4), None, None, None, 0.0),
     "everything": (
         torch.rand(2, 1, 5, 7) > 0.2,
@@ -576,7 +578,9 @@ def arguments(name, *, gradients):
         return x.clone().requires_grad_(gradients and x.is_floating_point()) if isinstance(x, torch.Tensor) else x
 
     q, k, v = operands(kv_heads=2)
-    return tuple(map(own, (q.detach(), k.detach(), v.detach(), *ARGUMENTS[name], q.shape[0])))
+    return tuple(
+        map(own, (q.detach(), k.detach(), v.detach(), *ARGUMENTS[name], q.shape[0], *BAND.get(name, (None, None))))
+    )
 
 
 @tiled

@@ -28,6 +28,16 @@ class Bounds(NamedTuple):
     stop: Array
 
 
+class Band(NamedTuple):
+    """The same in two numbers, where they say it all: query i sees `i + low ≤ key < i + high`.
+
+    As far as there are such keys; both lie between −queries and keys, which are open ends.
+    """
+
+    low: int
+    high: int
+
+
 class Segments(NamedTuple):
     """For each query of a packed batch: where its sequence starts and how long it is."""
 
@@ -54,9 +64,7 @@ def key_bounds(
 
     Works in numpy or torch, as `xp` says; the bounds are on `device`, where kernels read them.
     """
-    left, right = _window(window)
-    if is_causal:
-        right = 0 if right is None else min(right, 0)
+    left, right = _sides(window, is_causal=is_causal)
     lengths = _key_lengths(xp, key_lengths, batch, keys)
     packed = _segments(xp, cu_seqlens, queries, keys)
     if lengths is not None and packed is not None:
@@ -91,6 +99,44 @@ def key_bounds(
     for bound in bounds:
         bound.setflags(write=False)
     return bounds
+
+
+def key_band(
+    queries: int,
+    keys: int,
+    *,
+    is_causal: bool,
+    query_offset: object,
+    window: object,
+    key_lengths: object,
+    cu_seqlens: object,
+) -> Band | None:
+    """What `key_bounds` would say; None when every query sees every key, and where it takes an array to say it."""
+    left, right = _sides(window, is_causal=is_causal)
+    if key_lengths is not None or cu_seqlens is not None or (left is None and right is None):
+        return None
+    if isinstance(query_offset, str) and query_offset == "bottom-right":
+        offset = keys - queries
+    elif isinstance(query_offset, int) and not isinstance(query_offset, bool) and -FARTHEST <= query_offset <= FARTHEST:
+        offset = query_offset
+    else:
+        return None
+    low = -queries if left is None else offset - left
+    high = keys if right is None else offset + right + 1
+    return Band(min(max(low, -queries), keys), min(max(high, -queries), keys))
+
+
+def bounds_of_band(xp: Any, band: Band, queries: int, keys: int, device: Any) -> Bounds:
+    """Where kernels or loops want them row by row."""
+    rows = xp.arange(queries, device=device)
+    first = xp.clip(rows + band.low, 0, keys)
+    return Bounds(first, xp.maximum(xp.clip(rows + band.high, None, keys), first))
+
+
+def _sides(window: object, *, is_causal: bool) -> tuple[int | None, int | None]:
+    """Keys that a query sees before and behind its position; None for all of them."""
+    left, right = _window(window)
+    return left, 0 if is_causal else right
 
 
 def _window(window: object) -> tuple[int | None, int | None]:

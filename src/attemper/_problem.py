@@ -23,7 +23,7 @@ from ._arrays import (
     require_floating,
     torch_is_plain,
 )
-from ._bounds import Bounds, key_bounds
+from ._bounds import Band, Bounds, bounds_of_band, key_band, key_bounds
 from ._errors import DtypeError, FrameworkError, OptionError, ShapeError, brief, explain, unknown
 from ._scale import ATTEND_RULES, scale_for
 
@@ -48,8 +48,10 @@ class Problem:
     k: Array  # (*batch, kv_heads, keys, head_dim)
     v: Array | None  # (*batch, kv_heads, keys, value_dim); None when only statistics are wanted
     mask: Array | None  # bool, or floating and added; (*batch, heads, queries, keys), where an axis may be 1
-    bounds: Bounds | None  # the keys each query may see by position
+    rows: Bounds | None  # the keys each query may see by position; on a GPU only where `band` does not say it
+    band: Band | None  # the same in two numbers, where they say it all (torch)
     scale: float | Array  # one number (in torch perhaps a tensor), or shape (heads,)
+    number: float | None  # the scale, where it is one number that a compiler may take for a constant
     softcap: float | None
     sinks: Array | None  # shape (heads,)
     dropout_p: float
@@ -60,6 +62,13 @@ class Problem:
     @property
     def batch(self) -> tuple[int, ...]:
         return tuple(self.q.shape[:-3])
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """The keys each query may see by position, row by row."""
+        if self.rows is not None or self.band is None:
+            return self.rows
+        return bounds_of_band(sys.modules["torch"], self.band, self.queries, self.keys, self.q.device)
 
     @property
     def heads(self) -> int:
@@ -134,7 +143,7 @@ def pose(
         seed=seed,
         enable_gqa=enable_gqa,
     )
-    if key is not None and (problem.bounds is None or problem.queries <= LONGEST):
+    if key is not None and (problem.rows is None or problem.queries <= LONGEST):
         if len(_REMEMBERED) >= MOST:
             _REMEMBERED.clear()
         _REMEMBERED[key] = _Known.of(problem, q, k, v)
@@ -231,25 +240,38 @@ def _checked(
 
     q4, k4 = spread("q", heads), spread("k", kv_heads)
     queries, keys = q4.shape[-2], k4.shape[-2]
+    positions: dict[str, Any] = {
+        "is_causal": flag("is_causal", is_causal),
+        "query_offset": query_offset,
+        "window": window,
+        "key_lengths": key_lengths,
+        "cu_seqlens": cu_seqlens,
+    }
+    on_gpu = framework == "torch" and q4.device.type == "cuda"
+    band = key_band(queries, keys, **positions) if framework == "torch" else None
+    rows = None
+    if band is None or not on_gpu:
+        rows = key_bounds(
+            np if framework == "numpy" else sys.modules["torch"],
+            batch,
+            queries,
+            keys,
+            **positions,
+            # A loop on the host reads them there; a kernel on a GPU cannot.
+            device=q4.device if on_gpu else "cpu",
+        )
+    own_scale = _scale(scale, q4.shape[-1], heads, operands)
+    # A compiler that took a number of the caller's for a constant would compile anew for each.
+    constant = framework == "numpy" or scale is None or isinstance(scale, str) or not _compiling()
     return Problem(
         q=q4,
         k=k4,
         v=None if v is None else spread("v", kv_heads),
         mask=_mask(attn_mask, (*batch, heads, queries, keys), operands),
-        bounds=key_bounds(
-            np if framework == "numpy" else sys.modules["torch"],
-            batch,
-            queries,
-            keys,
-            is_causal=flag("is_causal", is_causal),
-            query_offset=query_offset,
-            window=window,
-            key_lengths=key_lengths,
-            cu_seqlens=cu_seqlens,
-            # A loop on the host reads them there; a kernel on a GPU cannot.
-            device=q4.device if framework == "torch" and q4.device.type == "cuda" else "cpu",
-        ),
-        scale=_scale(scale, q4.shape[-1], heads, operands),
+        rows=rows,
+        band=band,
+        scale=own_scale,
+        number=own_scale if constant and isinstance(own_scale, float) else None,
         softcap=_softcap(softcap, dtype_name(q)),
         sinks=_per_head("sinks", sinks, heads, operands),
         dropout_p=_dropout_p(dropout_p),

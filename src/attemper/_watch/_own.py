@@ -22,7 +22,8 @@ NAME = "tiles"
 def reheated(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
     """The same call with its scale multiplied."""
     call = Call(*arguments[:OPERANDS])
-    return (*call._replace(scale=call.scale * factor), *arguments[OPERANDS:])
+    number = None if call.number is None else call.number * factor
+    return (*call._replace(scale=call.scale * factor, number=number), *arguments[OPERANDS:])
 
 
 def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tensor, ...]) -> Record:
@@ -46,7 +47,7 @@ def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tenso
         softcap=call.softcap,
         mask=kind_of(call.mask),
         # Causality, windows and lengths have become bounds by now; which of them it was is not known.
-        causal=call.stop is not None,
+        causal=call.bounded,
     )
     reading = _read(plain._replace(v=None), FIELDS, road)
     record = Record(site, reading, of_model=session.sequences)

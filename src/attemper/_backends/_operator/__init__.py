@@ -22,11 +22,13 @@ from ._call import (
     Saved,
     Upstream,
     available,
+    bounds_of,
     empty,
     empty_output,
     gradient_size,
     over_shared,
     plainly,
+    row_by_row,
 )
 from ._operators import (
     DIFFERENTIABLE,
@@ -52,6 +54,7 @@ __all__ = [
     "Saved",
     "Upstream",
     "available",
+    "bounds_of",
     "call_of",
     "empty",
     "empty_output",
@@ -60,6 +63,7 @@ __all__ = [
     "implementation",
     "over_shared",
     "plainly",
+    "row_by_row",
     "run_on",
     "tiles",
     "tiles_backward",
@@ -74,7 +78,7 @@ def run_on(
     `road` is the name of a module beside this one that has the functions of `Road`.
     """
     batch = problem.batch
-    call = call_of(problem, batch)
+    call = call_of(problem, batch, banded=road == "cuda")
     alone = _is_alone(call)
     if alone:
         found = computed(call, stats, road, apart=False)
@@ -96,11 +100,15 @@ def run_on(
     return None if problem.v is None else _unfold(found["output"], batch), fields
 
 
-def call_of(problem: Problem, batch: tuple[int, ...]) -> Call:
-    """A Problem as the operators take it."""
+def call_of(problem: Problem, batch: tuple[int, ...], *, banded: bool = False) -> Call:
+    """A Problem as the operators take it; `banded`: with a band where there is one, also on a CPU."""
     wide = torch.float64 if problem.q.dtype == torch.float64 else torch.float32
     device = problem.q.device
-    bounds = problem.bounds
+    band, bounds = problem.band, problem.rows
+    if band is not None and (banded or bounds is None):
+        bounds = None
+    else:
+        band = None
     seed = None
     if problem.dropout_p:
         seed = problem.seed if isinstance(problem.seed, Tensor) else torch.tensor(as_signed(problem.seed))
@@ -117,6 +125,8 @@ def call_of(problem: Problem, batch: tuple[int, ...]) -> Call:
         problem.softcap,
         problem.dropout_p,
         math.prod(batch),
+        band,
+        problem.number,
     )
 
 

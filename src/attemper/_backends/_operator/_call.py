@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..._bounds import Band, bounds_of_band
+
 FIELDS = (
     "max_logit",
     "logsumexp",
@@ -46,6 +48,14 @@ class Call(NamedTuple):
     dropout_p: float
     period: int
     """Batch entries after which dropout repeats: those of one entry of vmap, which all drop alike."""
+    band: Sequence[int] | None = None
+    """(low, high), in place of first and stop: query i sees i + low ≤ key < i + high, as far as there are keys."""
+    number: float | None = None
+    """The scale, where it is one number and known: to read it from its tensor would make the host wait for a GPU."""
+
+    @property
+    def bounded(self) -> bool:
+        return self.first is not None or self.band is not None
 
     @property
     def wide(self) -> torch.dtype:
@@ -93,6 +103,24 @@ class Road(Protocol):
 
         That of the mask only with `bias_too`. Where `saved.gradients` is not empty, what is measured goes into it.
         """
+
+
+def bounds_of(call: Call, device: torch.device | str) -> tuple[Tensor, Tensor] | None:
+    """First and stop of each row, (batch or 1, queries), on a device; None when every query sees every key."""
+    if call.first is not None and call.stop is not None:
+        return call.first.to(device), call.stop.to(device)
+    if call.band is None:
+        return None
+    first, stop = bounds_of_band(torch, Band(*call.band), call.q.shape[2], call.k.shape[2], device)
+    return first[None], stop[None]
+
+
+def row_by_row(call: Call) -> Call:
+    """The same call with first and stop in place of a band."""
+    if call.band is None:
+        return call
+    first, stop = bounds_of(call, call.q.device) or (None, None)
+    return call._replace(first=first, stop=stop, band=None)
 
 
 def available(call: Call, stats: frozenset[str]) -> frozenset[str]:

@@ -4,8 +4,8 @@
     attemper::tiles_backward  the gradients of all floating operands
 
 Operands have one batch axis: q (batch, heads, queries, head_dim); k and v with the key heads; the mask with every axis
-full or 1; bounds (batch or 1, queries); scale and sinks (batch or 1, heads or 1). The last argument is the road: the
-name of the backend that computes.
+full or 1; bounds (batch or 1, queries), or a band in two numbers; scale and sinks (batch or 1, heads or 1). The last
+argument is the road: the name of the backend that computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..._errors import BackendError, OptionError, explain
-from ._call import FIELDS, Call, Road, Saved, Upstream, available, empty, empty_output, gradient_size, plainly
+from ._call import COUNTS, FIELDS, Call, Road, Saved, Upstream, available, empty, empty_output, gradient_size, plainly
 
 DIFFERENTIABLE = ("logsumexp", "entropy", "expected_score", "collision")
 """The fields through which gradients may flow."""
@@ -29,7 +29,7 @@ RETURNS = ("output", *FIELDS, "wide_output", "gradients")
 
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor? v, Tensor? mask, Tensor? first, Tensor? stop, Tensor scale, Tensor? sinks, "
-    "Tensor? seed, float? softcap, float dropout_p, SymInt period"
+    "Tensor? seed, float? softcap, float dropout_p, SymInt period, SymInt[]? band, float? number"
 )
 TENSORS = 9  # of the operands; the rest are numbers
 SEED = Call._fields.index("seed")
@@ -78,7 +78,14 @@ def tiles(*arguments: Any) -> tuple[Tensor, ...]:
     found = computed(call, stats, road, apart=True)
     if call.v is None:
         found["output"] = call.q.new_empty(0)
-    return tuple(found[name] if name in found else empty(call, name) for name in RETURNS)
+    # Not by `empty`: for a small call the dozen that are missing take as long as the kernel.
+    wide, device = call.wide, call.q.device
+    return tuple([
+        found[name]
+        if name in found
+        else torch.empty(0, dtype=torch.int64 if name in COUNTS else wide, device=device)
+        for name in RETURNS
+    ])  # fmt: skip
 
 
 @tiles.register_fake

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._problem import Problem
-from .._operator import COUNTS, Call, Saved, Upstream, call_of, empty_output, implementation, over_shared
+from .._operator import COUNTS, Call, Saved, Upstream, call_of, empty_output, implementation, over_shared, row_by_row
 from ._sheet import KINDS, NEED_NO_SUMS, Layout, Operand, Request, attend, differentiate
 from ._slots import FIELDS
 
@@ -19,7 +19,7 @@ _KINDS = {getattr(torch, name): kind for name, kind in KINDS.items()}
 
 def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The output and the fields of the Reading that `stats` names."""
-    call = _in_memory(call)
+    call = row_by_row(_in_memory(call))
     q = call.q
     names, places, measure = _wanted(stats, call.v is None)
     found: dict[str, Tensor] = {}
@@ -123,7 +123,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
     if not call.scale.all():
         # What flows to a scale is what flows to the scores over it: with a scale of 0 the kernel cannot say.
         return implementation("torch").backward(call, saved, upstream, bias_too=bias_too)
-    call, saved, upstream = _in_memory(call), _in_memory(saved), _in_memory(upstream)
+    call, saved, upstream = row_by_row(_in_memory(call)), _in_memory(saved), _in_memory(upstream)
     q, k, v, wide = call.q, call.k, call.v, call.wide
     like: dict[str, Any] = {"dtype": wide, "device": "cpu"}
     to_q, to_k = (

@@ -265,7 +265,7 @@ def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:
         depth=_power(call.q.shape[3]),
         value_depth=_power(0 if call.v is None else call.v.shape[3]),
         values=values,
-        bounded=call.first is not None,
+        bounded=call.bounded,
         # Numbers, not Triton's constants: a kind is compared at every launch.
         mask=(NO_MASK if call.mask is None else BOOL_MASK if call.mask.dtype == torch.bool else BIAS).value,
         softcap=call.softcap is not None,
@@ -300,6 +300,10 @@ def _sizes(call: Call, blocks: int, stack: int = 1, splits: int = 1) -> Sizes:
 
 
 def _bounds(call: Call) -> tuple[Tensor, Tensor]:
+    if call.band is not None:
+        # The kernels clip what they read.
+        first, stop = (torch.arange(x, x + call.q.shape[2], device=call.q.device) for x in call.band)
+        return first, stop
     if call.first is None or call.stop is None:
         return call.scale, call.scale  # not looked at
     first, stop = call.first.to(call.q.device), call.stop.to(call.q.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._dropout import kept_signed
-from .._operator import Call
+from .._operator import Call, bounds_of
 
 
 class Tile(NamedTuple):
@@ -30,7 +30,7 @@ def row_tiles(call: Call) -> Iterator[tuple[Tile, tuple[Tensor, Tensor] | None]]
     heads_at_once = max(1, min(kv_heads, most // max(scores, 1)))
     batch_at_once = max(1, min(batch, most // max(scores * heads_at_once, 1))) if heads_at_once == kv_heads else 1
     # On the host, where the loop runs.
-    bounds = None if call.first is None or call.stop is None else (call.first.cpu(), call.stop.cpu())
+    bounds = bounds_of(call, "cpu")
     for b in steps(0, batch, batch_at_once):
         for h in steps(0, kv_heads, heads_at_once):
             for rows in steps(0, queries, query_tile):
