@@ -58,14 +58,14 @@ _FARTHEST = gl.constexpr(2**30)
 """Beyond all keys: the least of nothing."""
 _NO_REFERENCE = gl.constexpr(2.0**120)
 """Of a row that saw no key yet. Against it every score weighs 0, and so does Σp·x, which an infinity would spoil."""
-_HIDDEN = gl.constexpr(-(2.0**90))
-"""The score, in powers of two, of a key the row does not see: far below all that pass as a reference."""
-_REFERENCE_LIMIT = gl.constexpr(2.0**80)
+_HIDDEN = gl.constexpr(-(2.0**100))
+"""What stands for q·k of a key the row does not see: after scaling still far below all that pass as a reference."""
+_REFERENCE_LIMIT = gl.constexpr(2.0**70)
 _SUM_LIMIT = gl.constexpr(2.0**60)
 _FAR_MEAN = gl.constexpr(2.0**8)
-"""Squared distance of the mean score from the reference, in variances, up to which enough digits are left."""
-_SCALE_LIMIT = gl.constexpr(2.0**30)
-"""Within it, and within its inverse, _HIDDEN divided by the scale is a float32."""
+"""Squared distance of a mean from what its sums were taken about, in variances, up to which enough digits are left."""
+_SCALE_LIMIT = gl.constexpr(2.0**20)
+"""Within it, and within its inverse, _HIDDEN times the scale is a float32 and beyond _REFERENCE_LIMIT."""
 
 # More bits of `choices`: what is there, and along which axes.
 _WIDE = gl.constexpr(1 << 9)
@@ -76,9 +76,11 @@ _SINKS_PER_BATCH = gl.constexpr(1 << 13)
 _SINKS_PER_HEAD = gl.constexpr(1 << 14)
 _FIRST_PER_BATCH = gl.constexpr(1 << 15)
 _STOP_PER_BATCH = gl.constexpr(1 << 16)
+_BAND = gl.constexpr(1 << 17)
 
-_MAIL = gl.constexpr(16)
-"""The mailbox: the item, its first tile of keys and the one after its last, and four numbers for each consumer."""
+_LETTER = gl.constexpr(20)
+"""Numbers of a letter, by which the producer tells the consumers all about an item, so that they need not look it up:
+the item, its first tile of keys and the one after its last, batch, head, row, scale, and four for each consumer."""
 
 
 @gluon.jit
@@ -103,27 +105,33 @@ def _of_head(pointer, batch, head, heads, choices, PER_BATCH: gl.constexpr, PER_
 
 
 @gluon.jit
-def _bounds(bound_ptrs, batch, rows, sizes, choices):
+def _bounds(limits, batch, rows, sizes, choices):
     """The keys that some rows see, as int32 within the keys there are; first = stop where a row sees none."""
-    first_ptr, stop_ptr = bound_ptrs
+    first_ptr, stop_ptr, low, high = limits
     queries, keys = sizes
     inside = rows < queries
-    first_row = gl.where((choices & _FIRST_PER_BATCH) > 0, batch, 0).to(gl.int64) * queries
-    stop_row = gl.where((choices & _STOP_PER_BATCH) > 0, batch, 0).to(gl.int64) * queries
-    first = gl.load(first_ptr + first_row + rows, mask=inside, other=0)
-    stop = gl.load(stop_ptr + stop_row + rows, mask=inside, other=0)
-    first = gl.minimum(gl.maximum(first, 0), keys).to(gl.int32)
-    stop = gl.minimum(gl.maximum(stop, 0), keys).to(gl.int32)
+    first = rows + low
+    stop = gl.where(inside, rows + high, 0)
+    if (choices & _BAND) == 0:
+        first_row = gl.where((choices & _FIRST_PER_BATCH) > 0, batch, 0).to(gl.int64) * queries
+        stop_row = gl.where((choices & _STOP_PER_BATCH) > 0, batch, 0).to(gl.int64) * queries
+        most = keys.to(gl.int64)
+        given = gl.load(first_ptr + first_row + rows, mask=inside, other=0)
+        first = gl.minimum(gl.maximum(given, 0), most).to(gl.int32)
+        given = gl.load(stop_ptr + stop_row + rows, mask=inside, other=0)
+        stop = gl.minimum(gl.maximum(given, 0), most).to(gl.int32)
+    first = gl.minimum(gl.maximum(first, 0), keys)
+    stop = gl.minimum(gl.maximum(stop, 0), keys)
     return first, gl.maximum(stop, first)
 
 
 @gluon.jit
-def _write(mail, place: gl.constexpr, number):
+def _write(mail, place, number):
     mail.index(place).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
 
 
 @gluon.jit
-def _read(mail, place: gl.constexpr):
+def _read(mail, place):
     return gl.max(mail.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
@@ -138,17 +146,25 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _announce(
-    item, batch, row, good, sizes, bound_ptrs, choices, mail,
-    CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
+    item, common, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """Write the mailbox of an item: which tiles of keys it needs, and between which of them nothing is hidden."""
+    """Write the letter of an item: which tiles of keys it needs, and between which of them nothing is hidden."""
+    scale_ptr, limits, sizes, shape, choices, _, _ = common
+    heads, _, blocks, pairs, together, items = shape
+    # Beyond the last item there is one more letter, which says so.
+    pair, block = _place(gl.minimum(item, items - 1), blocks, pairs, together, BOUNDED)
+    batch = pair // heads
+    head = pair % heads
+    row = block * (CONSUMERS * _M)
+    c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
+    good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
     lowest = 0
     highest = 0
     if BOUNDED:
         lowest = _FARTHEST
         for who in gl.static_range(CONSUMERS):
             rows = row + who * _M + gl.arange(0, _M, gl.BlockedLayout([2], [32], [1], [0]))
-            first, stop = _bounds(bound_ptrs, batch, rows, sizes, choices)
+            first, stop = _bounds(limits, batch, rows, sizes, choices)
             seen = (stop > first) & good
             least_stop = gl.min(gl.where(seen, stop, _FARTHEST), axis=0)
             last_stop = gl.max(gl.where(seen, stop, 0), axis=0)
@@ -157,75 +173,97 @@ def _announce(
             # A row whose keys end where the tiles that all see begin has no reference until then: one tile more is
             # looked at row by row.
             late = (least_stop % N == 0) & (last_stop > least_stop)
-            _write(mail, 3 + 4 * who, low)
-            _write(mail, 4 + 4 * who, high)
-            _write(mail, 5 + 4 * who, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
-            _write(mail, 6 + 4 * who, least_stop // N - late.to(gl.int32))
+            _write(mail, letter + 7 + 4 * who, low)
+            _write(mail, letter + 8 + 4 * who, high)
+            _write(mail, letter + 9 + 4 * who, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
+            _write(mail, letter + 10 + 4 * who, least_stop // N - late.to(gl.int32))
             lowest = gl.minimum(lowest, low)
             highest = gl.maximum(highest, high)
         lowest = gl.minimum(lowest, highest)
     elif good:
         highest = gl.cdiv(sizes[1], N)
-    _write(mail, 0, item)
-    _write(mail, 1, lowest)
-    _write(mail, 2, highest)
-    return lowest, highest
+    _write(mail, letter, item)
+    _write(mail, letter + 1, lowest)
+    _write(mail, letter + 2, highest)
+    _write(mail, letter + 3, batch)
+    _write(mail, letter + 4, head)
+    _write(mail, letter + 5, row)
+    _write(mail, letter + 6, c.to(gl.int32, bitcast=True))
+    return lowest, highest, batch, head, row
+
+
+@gluon.jit
+def _send(
+    key, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES: gl.constexpr, VALUES: gl.constexpr
+):  # fmt: skip
+    """Copy a tile of K and one of V into the rings once their places are free."""
+    _, k_desc, v_desc, _, _ = inputs
+    _, k_tiles, v_tiles = buffers
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    mbarrier.wait(k_empty.index(stage), phase)
+    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], k_full.index(stage), k_tiles.index(stage))
+    if VALUES:
+        mbarrier.wait(v_empty.index(stage), phase)
+        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], v_full.index(stage), v_tiles.index(stage))
+    return _advance(stage, phase, STAGES)
 
 
 @gluon.jit
 def _producer(
     common, post, inputs, counter,
     CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
+    GRADIENT: gl.constexpr,
 ):  # fmt: skip
-    scale_ptr, bound_ptrs, sizes, shape, choices, buffers, barriers = common
+    """With GRADIENT another matrix of query rows comes beside Q."""
+    _, _, _, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
-    q_desc, k_desc, v_desc = inputs
-    heads, ratio, blocks, pairs, together, items = shape
-    q_tiles, k_tiles, v_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_desc, _, _, g_desc, g_tiles = inputs
+    ratio = shape[1]
+    items = shape[5]
+    q_tiles, _, _ = buffers
+    q_full, q_empty, _, _, _, _ = barriers
     stage = 0
     phase = 1
     q_phase = 1
+    slot = 0
     mail_phase = 1
     item = gl.program_id(0)
+    lowest, highest, batch, head, row = _announce(item, common, mail, 0, CONSUMERS, N, BOUNDED)
+    mbarrier.arrive(mail_full.index(0))
     while item < items:
-        pair, block = _place(item, blocks, pairs, together, BOUNDED)
-        batch = pair // heads
-        head = pair % heads
-        row = block * (CONSUMERS * _M)
-        c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
-        good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
-        mbarrier.wait(mail_empty, mail_phase)
-        mail_phase ^= 1
-        lowest, highest = _announce(item, batch, row, good, sizes, bound_ptrs, choices, mail, CONSUMERS, N, BOUNDED)
-        mbarrier.arrive(mail_full)
+        kv_head = head // ratio
         if highest > lowest:
             for who in gl.static_range(CONSUMERS):
                 mbarrier.wait(q_empty.index(who), q_phase)
-                mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    q_desc, [batch, head, row + who * _M, 0], q_full.index(who), q_tiles.index(who)
-                )
+                place = [batch, head, row + who * _M, 0]
+                mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes * (2 if GRADIENT else 1))
+                tma.async_copy_global_to_shared(q_desc, place, q_full.index(who), q_tiles.index(who))
+                if GRADIENT:
+                    tma.async_copy_global_to_shared(g_desc, place, q_full.index(who), g_tiles.index(who))
             q_phase ^= 1
-            kv_head = head // ratio
-            for step in range(highest - lowest):
-                key = (highest - 1 - step) * N
-                mbarrier.wait(k_empty.index(stage), phase)
-                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    k_desc, [batch, kv_head, key, 0], k_full.index(stage), k_tiles.index(stage)
-                )
-                if VALUES:
-                    mbarrier.wait(v_empty.index(stage), phase)
-                    mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        v_desc, [batch, kv_head, key, 0], v_full.index(stage), v_tiles.index(stage)
-                    )
-                stage, phase = _advance(stage, phase, STAGES)
-        item = gl.atomic_add(counter, 1) + gl.num_programs(0)
-    mbarrier.wait(mail_empty, mail_phase)
-    _write(mail, 0, item)
-    mbarrier.arrive(mail_full)
+            stage, phase = _send(
+                (highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES
+            )
+        # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
+        slot, mail_phase = _advance(slot, mail_phase, 2)
+        coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        mbarrier.wait(mail_empty.index(slot), mail_phase)
+        next_lowest, next_highest, next_batch, next_head, next_row = _announce(
+            coming, common, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
+        )
+        mbarrier.arrive(mail_full.index(slot))
+        for step in range(1, highest - lowest):
+            stage, phase = _send(
+                (highest - 1 - step) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES
+            )
+        item = coming
+        lowest = next_lowest
+        highest = next_highest
+        batch = next_batch
+        head = next_head
+        row = next_row
 
 
 @gluon.jit
@@ -260,9 +298,9 @@ def _meets(tile, first, width, N: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(s, inside, reference, c, sums, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LEVEL: gl.constexpr):
-    """The weights as the left side of PV, and the sums with theirs; `inside` is None where a row sees all."""
-    total, tilted, squares, largest, moved, spread = sums
+def _weigh(s, reference, c, sums, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LEVEL: gl.constexpr):
+    """The weights as the left side of PV, and the sums with theirs."""
+    total, tilted, squares, largest = sums
     x = s * c - gl.expand_dims(reference, 1)
     p = gl.exp2(x)
     total += _own_sum(p)
@@ -272,28 +310,29 @@ def _weigh(s, inside, reference, c, sums, DTYPE: gl.constexpr, LAYOUT: gl.conste
     if LEVEL >= 2:
         tilted += _own_sum(p * x)
         squares += _own_sum(p * p)
-    if LEVEL >= 3:
-        if inside is None:
-            moved += _own_sum(x)
-            spread += _own_sum(x * x)
-        else:
-            seen = gl.where(inside, x, 0.0)
-            moved += _own_sum(seen)
-            spread += _own_sum(seen * seen)
-    return gl.convert_layout(p.to(DTYPE), LAYOUT), (total, tilted, squares, largest, moved, spread)
+    return gl.convert_layout(p.to(DTYPE), LAYOUT), (total, tilted, squares, largest)
+
+
+@gluon.jit
+def _scatter(s, reference, c, near):
+    """The sums over the scores of a tile of which a row may not see all, about the reference."""
+    moved, spread = near
+    x = gl.where(s > _HIDDEN, s * c - gl.expand_dims(reference, 1), 0.0)
+    return moved + _own_sum(x), spread + _own_sum(x * x)
 
 
 @gluon.jit
 def _pass(
     tiles, stage, phase, turn_phase, barriers, turns,
-    who: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
+    who: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Let tiles go by that other consumers of the item need."""
     _, _, k_full, k_empty, v_full, v_empty = barriers
     for _step in range(tiles):
-        mbarrier.wait(turns.index(who), turn_phase)
-        turn_phase ^= 1
-        mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
+        if TURNS:
+            mbarrier.wait(turns.index(who), turn_phase)
+            turn_phase ^= 1
+            mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
         # A tile that nobody reads must still have arrived before the next takes its place.
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.arrive(k_empty.index(stage))
@@ -310,11 +349,12 @@ def _consumer(
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
 ):  # fmt: skip
-    scale_ptr, bound_ptrs, sizes, shape, choices, buffers, barriers = common
+    _, limits, sizes, shape, choices, buffers, barriers = common
     mail, mail_full, mail_empty = post
     o_desc, o_tiles, wide_ptr, field_ptrs, flags, sinks_ptr = results
     queries, keys = sizes
-    heads, _, blocks, pairs, together, items = shape
+    heads = shape[0]
+    items = shape[5]
     q_tiles, k_tiles, v_tiles = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     DTYPE: gl.constexpr = q_tiles.dtype
@@ -327,107 +367,111 @@ def _consumer(
     phase = 0
     q_phase = 0
     turn_phase = 1 if who == 0 else 0
+    slot = 0
     mail_phase = 0
-    mbarrier.wait(mail_full, mail_phase)
+    mbarrier.wait(mail_full.index(0), mail_phase)
     item = _read(mail, 0)
     while item < items:
-        # The mailbox, and what of it concerns this consumer: tiles [low, high), of which the rows see all of [free_low,
+        # The letter, and what of it concerns this consumer: tiles [low, high), of which the rows see all of [free_low,
         # free_high) entirely.
+        letter = slot * _LETTER
         lowest = 0
-        highest = _read(mail, 2)
+        highest = _read(mail, letter + 2)
         low = lowest
         high = highest
         free_low = 0
-        free_high = keys // N
+        free_high = high
         if BOUNDED:
-            lowest = _read(mail, 1)
-            high = gl.maximum(_read(mail, 4 + 4 * who), lowest)
-            low = gl.minimum(_read(mail, 3 + 4 * who), high)
-            free_low = _read(mail, 5 + 4 * who)
-            free_high = _read(mail, 6 + 4 * who)
-        mbarrier.arrive(mail_empty)
-        mail_phase ^= 1
+            lowest = _read(mail, letter + 1)
+            high = gl.maximum(_read(mail, letter + 8 + 4 * who), lowest)
+            low = gl.minimum(_read(mail, letter + 7 + 4 * who), high)
+            free_low = _read(mail, letter + 9 + 4 * who)
+            free_high = _read(mail, letter + 10 + 4 * who)
+        batch = _read(mail, letter + 3)
+        head = _read(mail, letter + 4)
+        row = _read(mail, letter + 5) + who * _M
+        c = _read(mail, letter + 6).to(gl.float32, bitcast=True)
+        mbarrier.arrive(mail_empty.index(slot))
+        slot, mail_phase = _advance(slot, mail_phase, 2)
 
-        pair, block = _place(item, blocks, pairs, together, BOUNDED)
-        batch = pair // heads
-        head = pair % heads
-        row = block * (CONSUMERS * _M) + who * _M
+        pair = batch * heads + head
         rows = row + gl.arange(0, _M, R)
         if BOUNDED:
-            first, stop = _bounds(bound_ptrs, batch, rows, sizes, choices)
+            first, stop = _bounds(limits, batch, rows, sizes, choices)
             width = stop - first
             sees = width > 0
         else:
             first = gl.zeros([_M], gl.int32, R)
             width = first + keys
             sees = rows < queries
-        c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
-        hidden = _HIDDEN / c
 
         zero = gl.zeros([_M, N], gl.float32, S)
         o = gl.zeros([_M, D], gl.float32, A)
         reference = gl.full([_M], _NO_REFERENCE, gl.float32, R)
         nothing = gl.zeros_like(_own_sum(zero))
-        sums = (nothing, nothing, nothing, nothing.to(gl.int32), nothing, nothing)
+        sums = (nothing, nothing, nothing, nothing.to(gl.int32))
+        # Sums over the scores themselves, not weighed: of tiles looked at row by row about the reference, so that a row
+        # of one key has a variance of 0, and of those of which all rows see all, cheaper, of q·k about 0.
+        near = (nothing, nothing)
+        far_moved = nothing
+        far_spread = nothing
         if highest > lowest:
             mbarrier.wait(q_full.index(who), q_phase)
             q_phase ^= 1
             q = q_tiles.index(who).reshape([_M, D])
             if BOUNDED:
                 stage, phase, turn_phase = _pass(
-                    highest - high, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES
+                    highest - high, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, VALUES
                 )
             if high > low:
                 tile = high - 1
                 mbarrier.wait(k_full.index(stage), phase)
-                mbarrier.wait(turns.index(who), turn_phase)
-                turn_phase ^= 1
+                if VALUES:
+                    mbarrier.wait(turns.index(who), turn_phase)
+                    turn_phase ^= 1
                 k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
                 s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-                mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
+                if VALUES:
+                    mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
                 s = warpgroup_mma_wait(0, deps=(s,))
                 mbarrier.arrive(k_empty.index(stage))
-                inside = _inside(s, tile, first, width, N)
-                s = gl.where(inside, s, hidden)
+                s = gl.where(_inside(s, tile, first, width, N), s, _HIDDEN)
                 if BOUNDED:
                     reference = gl.where(_meets(tile, first, width, N), gl.max(s, axis=1) * c, reference)
                 else:
                     reference = gl.max(s, axis=1) * c
-                p, sums = _weigh(s, inside, reference, c, sums, DTYPE, P, LEVEL)
+                if LEVEL >= 3:
+                    near = _scatter(s, reference, c, near)
+                p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
                 v_stage = stage
                 v_phase = phase
                 stage, phase = _advance(stage, phase, STAGES)
                 for step in range(1, high - low):
                     mbarrier.wait(k_full.index(stage), phase)
-                    mbarrier.wait(turns.index(who), turn_phase)
-                    turn_phase ^= 1
+                    if VALUES:
+                        mbarrier.wait(turns.index(who), turn_phase)
+                        turn_phase ^= 1
                     k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
                     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
                     if VALUES:
                         mbarrier.wait(v_full.index(v_stage), v_phase)
                         o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
-                    mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
+                        mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
                     s = warpgroup_mma_wait(1 if VALUES else 0, deps=(s,))
-                    slow = False
                     tile = high - 1 - step
+                    slow = False
                     if BOUNDED:
                         slow = (tile < free_low) | (tile >= free_high)
-                    if BOUNDED and LEVEL >= 3:
-                        # The sums over scores have to know which of them count.
-                        if slow:
-                            inside = _inside(s, tile, first, width, N)
-                            s = gl.where(inside, s, hidden)
-                            new = (reference == _NO_REFERENCE) & _meets(tile, first, width, N)
-                            reference = gl.where(new, gl.max(s, axis=1) * c, reference)
-                            p, sums = _weigh(s, inside, reference, c, sums, DTYPE, P, LEVEL)
-                        else:
-                            p, sums = _weigh(s, None, reference, c, sums, DTYPE, P, LEVEL)
-                    else:
-                        if BOUNDED and slow:
-                            s = gl.where(_inside(s, tile, first, width, N), s, hidden)
-                            new = (reference == _NO_REFERENCE) & _meets(tile, first, width, N)
-                            reference = gl.where(new, gl.max(s, axis=1) * c, reference)
-                        p, sums = _weigh(s, None, reference, c, sums, DTYPE, P, LEVEL)
+                    if BOUNDED and slow:
+                        s = gl.where(_inside(s, tile, first, width, N), s, _HIDDEN)
+                        new = (reference == _NO_REFERENCE) & _meets(tile, first, width, N)
+                        reference = gl.where(new, gl.max(s, axis=1) * c, reference)
+                        if LEVEL >= 3:
+                            near = _scatter(s, reference, c, near)
+                    elif LEVEL >= 3:
+                        far_moved += _own_sum(s)
+                        far_spread += _own_sum(s * s)
+                    p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
                     if VALUES:
                         o = warpgroup_mma_wait(0, deps=(o,))
                         mbarrier.arrive(v_empty.index(v_stage))
@@ -446,11 +490,11 @@ def _consumer(
                 mbarrier.arrive(q_empty.index(who))
             if BOUNDED:
                 stage, phase, turn_phase = _pass(
-                    low - lowest, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES
+                    low - lowest, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, VALUES
                 )
 
         # What is not a number fails every comparison. A row that sees nothing has nothing to fail.
-        total, tilted, squares, largest, moved, spread = sums
+        total, tilted, squares, largest = sums
         total = gl.convert_layout(gl.sum(total, axis=1), R)
         good = (total < _SUM_LIMIT) & (total > 1 / _SUM_LIMIT) & (gl.abs(reference) < _REFERENCE_LIMIT)
         inverse = 1.0 / total
@@ -479,13 +523,24 @@ def _consumer(
             collision = gl.convert_layout(gl.sum(squares, axis=1), R) * inverse * inverse
             gl.store(collision_ptr + at, gl.where(sees, collision, 0.0), mask=there & ((choices & 32) > 0))
         if LEVEL >= 3:
-            # About the reference, not the mean: where the mean is too far from it, digits of the spread are lost.
-            count = gl.maximum(width.to(gl.float32), 1.0)
-            shift = gl.convert_layout(gl.sum(moved, axis=1), R) / count
-            around = gl.convert_layout(gl.sum(spread, axis=1), R) / count
-            variance = gl.maximum(around - shift * shift, 0.0)
-            good &= shift * shift <= variance * _FAR_MEAN + 2.0**-12
-            score_mean = gl.where(sees, (reference + shift) * _LN_2, 0.0)
+            moved, spread = near
+            count = gl.maximum(width, 1).to(gl.float32)
+            far_keys = gl.maximum(gl.minimum(free_high, high - 1) - gl.maximum(free_low, low), 0).to(gl.float32) * N
+            far_count = gl.maximum(far_keys, 1.0)
+            far_share = gl.minimum(far_keys / count, 1.0)
+            far_mean = gl.convert_layout(gl.sum(far_moved, axis=1), R) * c / far_count
+            around = gl.convert_layout(gl.sum(far_spread, axis=1), R) * (c * c) / far_count
+            far_variance = around - far_mean * far_mean
+            near_count = gl.maximum(count - far_keys, 1.0)
+            shift = gl.convert_layout(gl.sum(moved, axis=1), R) / near_count
+            near_variance = gl.convert_layout(gl.sum(spread, axis=1), R) / near_count - shift * shift
+            between = reference + shift - far_mean
+            variance = near_variance + far_share * (far_variance - near_variance)
+            variance = gl.maximum(variance + between * between * (far_share * (1 - far_share)), 0.0)
+            # Where a mean is too far from what its sums were taken about, digits are lost.
+            off = gl.maximum(shift * shift * (1 - far_share), far_mean * far_mean * far_share)
+            good &= off <= variance * _FAR_MEAN + 2.0**-12
+            score_mean = gl.where(sees, (reference + shift - between * far_share) * _LN_2, 0.0)
             gl.store(mean_ptr + at, score_mean, mask=there & ((choices & 128) > 0))
             score_std = gl.where(sees, gl.sqrt(variance) * _LN_2, 0.0)
             gl.store(std_ptr + at, score_std, mask=there & ((choices & 256) > 0))
@@ -514,17 +569,16 @@ def _consumer(
             o_tiles.index(who).reshape([_M, D]).store(o.to(DTYPE))
             fence_async_shared()
             tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], o_tiles.index(who))
-        bad = gl.max((sees & there & (good ^ True)).to(gl.int32), axis=0)
-        if row < queries:
-            gl.store(flags + pair.to(gl.int64) * gl.cdiv(queries, _M) + row // _M, bad)
+        flag = flags + pair.to(gl.int64) * gl.cdiv(queries, _M) + row // _M
+        gl.store(flag + gl.zeros_like(rows), gl.full_like(rows, 1), mask=sees & there & (good ^ True))
 
-        mbarrier.wait(mail_full, mail_phase)
-        item = _read(mail, 0)
+        mbarrier.wait(mail_full.index(slot), mail_phase)
+        item = _read(mail, slot * _LETTER)
     if VALUES:
         tma.store_wait(0)
 
 
-_NUMBERS = ("queries", "keys", "heads", "ratio", "blocks", "pairs", "together", "items", "choices")
+_NUMBERS = ("queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices")
 _POINTERS = (
     "scale_ptr", "sinks_ptr", "first_ptr", "stop_ptr", "wide_ptr", "flags", "counter",
     "lse_ptr", "max_ptr", "weight_ptr", "expected_ptr", "entropy_ptr", "collision_ptr", "norm_ptr", "mean_ptr",
@@ -537,7 +591,7 @@ _POINTERS = (
 def _kernel(
     q_desc, k_desc, v_desc, o_desc, scale_ptr, sinks_ptr, first_ptr, stop_ptr, wide_ptr,
     lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr, flags, counter,
-    queries, keys, heads, ratio, blocks, pairs, together, items, choices,
+    queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
     CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
 ):  # fmt: skip
@@ -558,11 +612,12 @@ def _kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    mail = gl.allocate_shared_memory(gl.int32, [_MAIL, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mail_full = gl.allocate_shared_memory(gl.int64, [1], ONE)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [1], ONE)
-    mbarrier.init(mail_full, count=1)
-    mbarrier.init(mail_empty, count=CONSUMERS)
+    mail = gl.allocate_shared_memory(gl.int32, [2 * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
+    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
+    for i in gl.static_range(2):
+        mbarrier.init(mail_full.index(i), count=1)
+        mbarrier.init(mail_empty.index(i), count=CONSUMERS)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -577,13 +632,13 @@ def _kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (queries, keys)
     shape = (heads, ratio, blocks, pairs, together, items)
-    bound_ptrs = (first_ptr, stop_ptr)
+    limits = (first_ptr, stop_ptr, low, high)
     field_ptrs = (
         lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr
     )  # fmt: skip
-    common = (scale_ptr, bound_ptrs, sizes, shape, choices, buffers, barriers)
+    common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     post = (mail, mail_full, mail_empty)
-    inputs = (q_desc, k_desc, v_desc)
+    inputs = (q_desc, k_desc, v_desc, q_desc, q_tiles)
     results = (o_desc, o_tiles, wide_ptr, field_ptrs, flags, sinks_ptr)
     # A variable would make tensors of the constants.
     if CONSUMERS == 2:
@@ -591,7 +646,7 @@ def _kernel(
             [
                 (_consumer, (common, post, turns, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
                 (_consumer, (common, post, turns, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES)),
+                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -602,31 +657,33 @@ def _kernel(
                 (_consumer, (common, post, turns, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
                 (_consumer, (common, post, turns, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
                 (_consumer, (common, post, turns, results, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES)),
+                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
 
 
-def configuration(head_dim: int, level: int) -> dict[str, int]:
+def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> dict[str, int]:
     """Consumers, keys of a tile, tiles of the rings and registers of a consumer."""
+    if not values:
+        return {"CONSUMERS": 3, "N": 128, "STAGES": 4, "REGISTERS": 160}
     if head_dim == 128:
         return {"CONSUMERS": 2, "N": 128, "STAGES": 2, "REGISTERS": 240}
-    if level == 3:
-        # Three consumers have too few registers for the sums over scores.
-        return {"CONSUMERS": 2, "N": 128, "STAGES": 3, "REGISTERS": 240}
-    return {"CONSUMERS": 3, "N": 128, "STAGES": 3, "REGISTERS": 160}
+    if level == 3 and bounded:
+        # Three consumers have too few registers for all that.
+        return {"CONSUMERS": 2, "N": 128, "STAGES": 5, "REGISTERS": 240}
+    return {"CONSUMERS": 3, "N": 128, "STAGES": 5, "REGISTERS": 160}
 
 
 @functools.cache
-def _processors(device: int) -> int:
+def processors(device: int) -> int:
     """How many there are of a Hopper GPU; none of another."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count if (properties.major, properties.minor) == (9, 0) else 0
 
 
-def _copyable(x: Tensor) -> bool:
+def copyable(x: Tensor) -> bool:
     """Whether the copy engine takes a tensor of four axes as it is."""
     *outer, inner = zip(x.shape, x.stride(), strict=True)
     return (
@@ -652,8 +709,8 @@ def takes(call: Call) -> bool:
         and ROWS <= queries < 2**29
         and ROWS <= keys < 2**29
         and batch * heads * (queries // ROWS + 1) < 2**30
-        and all(_copyable(x) for x in operands)
-        and _processors(q.device.index) > 0
+        and all(copyable(x) for x in operands)
+        and processors(q.device.index) > 0
     )
 
 
@@ -662,13 +719,26 @@ def _layout(rows: int, depth: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, depth], _DTYPES[dtype])
 
 
-def _described(x: Tensor, rows: int) -> TensorDescriptor:
+def described(x: Tensor, rows: int) -> TensorDescriptor:
     """A tensor as the copy engine knows it, in blocks of some rows of one head."""
     block = [1, 1, rows, x.shape[-1]]
     layout = _layout(rows, x.shape[-1], x.dtype)
     # An axis of one entry may have any stride, also one that the engine refuses.
     strides = [step if size > 1 else 64 for size, step in zip(x.shape[:-1], x.stride(), strict=False)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def together_in_cache(call: Call) -> int:
+    """How many (batch, head) are worked on together."""
+    batch, heads, _, head_dim = call.q.shape
+    share = 2 * call.k.shape[2] * head_dim * call.q.element_size() // call.group or 1
+    return max(1, min(batch * heads, _CACHED_BYTES // share))
+
+
+def scale_choices(scale: Tensor) -> int:
+    """The bits of `choices` about the scale."""
+    bits = (scale.shape[0] > 1, _SCALE_PER_BATCH), (scale.shape[1] > 1, _SCALE_PER_HEAD)
+    return sum(bit.value for there, bit in bits if there)
 
 
 def _rows(x: Tensor | None, default: int, call: Call) -> Tensor:
@@ -685,10 +755,11 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     """Fill the output, the same in float32 (`wide`), the fields and one flag per 64 query rows of each (batch, head).
 
     Where a flag is 1, all else of these rows has to be computed again by other means. `fields` has names of FIELDS,
-    each (batch, heads, queries). `wide` is laid out as the output. Without values there is no output.
+    each (batch, heads, queries). `wide` is laid out as the output. Without values there is no output. The flags come as
+    zeros, with one number more at their end, by which the kernel counts.
     """
     q, k, v = call.q, call.k, call.v
-    if output is not None and not (_copyable(output) and (wide is None or wide.stride() == output.stride())):
+    if output is not None and not (copyable(output) and (wide is None or wide.stride() == output.stride())):
         # Through memory that the copy engine writes; nobody has asked for this yet.
         staged = torch.empty_like(output, memory_format=torch.contiguous_format)
         staged_wide = None if wide is None else torch.empty_like(wide, memory_format=torch.contiguous_format)
@@ -701,39 +772,37 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     keys = k.shape[2]
     # Four kernels: what everybody needs, what a gradient needs, sums over the weights, and over the scores too.
     level = max((_LEVELS[name] for name in fields), default=0)
-    choice = configuration(head_dim, level)
-    bounded = call.first is not None or call.stop is not None
+    band = call.band
+    bounded = band is not None or call.first is not None or call.stop is not None
+    choice = configuration(head_dim, level, bounded=bounded, values=v is not None)
+    low, high = (0, 0) if band is None else band
     scale = call.scale.contiguous()
     sinks = scale if call.sinks is None else call.sinks.contiguous()
     first = stop = flags
-    if bounded:
+    if bounded and band is None:
         first, stop = _rows(call.first, 0, call), _rows(call.stop, keys, call)
-    choices = sum(1 << bit for bit, name in enumerate(FIELDS) if name in fields)
+    choices = scale_choices(scale) + sum(1 << bit for bit, name in enumerate(FIELDS) if name in fields)
     for there, bit in (
         (wide is not None, _WIDE),
         (call.sinks is not None, _SINKS),
-        (scale.shape[0] > 1, _SCALE_PER_BATCH),
-        (scale.shape[1] > 1, _SCALE_PER_HEAD),
         (sinks.shape[0] > 1, _SINKS_PER_BATCH),
         (sinks.shape[1] > 1, _SINKS_PER_HEAD),
-        (bounded and first.shape[0] > 1, _FIRST_PER_BATCH),
-        (bounded and stop.shape[0] > 1, _STOP_PER_BATCH),
+        (band is not None, _BAND),
+        (bounded and band is None and first.shape[0] > 1, _FIRST_PER_BATCH),
+        (bounded and band is None and stop.shape[0] > 1, _STOP_PER_BATCH),
     ):
         choices |= bit.value if there else 0
     pairs = batch * heads
     blocks = -(-queries // (ROWS * choice["CONSUMERS"]))
-    share = 2 * keys * head_dim * q.element_size() // call.group or 1
-    together = max(1, min(pairs, _CACHED_BYTES // share))
-    k_desc = _described(k, choice["N"])
-    q_desc = _described(q, ROWS)
+    k_desc = described(k, choice["N"])
+    q_desc = described(q, ROWS)
     with torch.cuda.device(q.device):
-        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-        launch: Any = _kernel[(min(pairs * blocks, _processors(q.device.index)),)]
+        launch: Any = _kernel[(min(pairs * blocks, processors(q.device.index)),)]
         launch(
             q_desc,
             k_desc,
-            k_desc if v is None else _described(v, choice["N"]),
-            q_desc if output is None else _described(output, ROWS),
+            k_desc if v is None else described(v, choice["N"]),
+            q_desc if output is None else described(output, ROWS),
             scale,
             sinks,
             first,
@@ -741,14 +810,16 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             scale if wide is None else wide,
             *(fields.get(name, scale) for name in FIELDS),
             flags,
-            counter,
+            flags[-1:],
             queries,
             keys,
+            low,
+            high,
             heads,
             call.group,
             blocks,
             pairs,
-            together,
+            together_in_cache(call),
             pairs * blocks,
             choices,
             D=head_dim,

@@ -82,7 +82,7 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
             for name in ("logsumexp", "max_logit"):
                 needed.setdefault(name, empty(call, name, q.shape[:-1]))
         blocks = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], HOPPER_ROWS)
-        marks = torch.empty(blocks, dtype=torch.int32, device=q.device)
+        marks = torch.zeros(blocks + 1, dtype=torch.int32, device=q.device)
         hopper.forward(call, output, wide, needed, marks)
         _portable(call, measure, output, wide, _fields(call, found | needed), marks, complete=complete)
     return output, found

@@ -1,0 +1,249 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined,operator"
+"""The gradient flow on Hopper GPUs, where the gradients themselves come from cuDNN: QKᵀ and dO·Vᵀ tile by tile.
+
+A block of threads is a producer and two consumers as in `_hopper`, whose letters and rings these are. What is returned
+per query row is Var_p[dP] / Var[dP], from the sums of dP − pull, its square, and both weighed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from . import _hopper
+from ._hopper import (
+    _BAND,
+    _HIDDEN,
+    _LETTER,
+    _LOG2_E,
+    _M,
+    ROWS,
+    _advance,
+    _bounds,
+    _inside,
+    _own_sum,
+    _pass,
+    _producer,
+    _read,
+    copyable,
+    described,
+    processors,
+    together_in_cache,
+)
+
+if TYPE_CHECKING:
+    from .._operator import Call
+
+_SCALES = (2.0**-20, 2.0**19)
+"""Scales for which q·k of a hidden key is far below every other."""
+
+
+@gluon.jit
+def _consumer(
+    common, post, turns, rows_in, flow_ptr, g_tiles,
+    who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    BOUNDED: gl.constexpr,
+):  # fmt: skip
+    _, limits, sizes, shape, choices, buffers, barriers = common
+    mail, mail_full, mail_empty = post
+    max_ptr, peak_ptr, pull_ptr = rows_in
+    queries, keys = sizes
+    heads = shape[0]
+    items = shape[5]
+    q_tiles, k_tiles, v_tiles = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    stage = 0
+    phase = 0
+    q_phase = 0
+    slot = 0
+    mail_phase = 0
+    mbarrier.wait(mail_full.index(0), mail_phase)
+    item = _read(mail, 0)
+    while item < items:
+        letter = slot * _LETTER
+        lowest = 0
+        highest = _read(mail, letter + 2)
+        low = lowest
+        high = highest
+        free_low = 0
+        free_high = keys // N
+        if BOUNDED:
+            lowest = _read(mail, letter + 1)
+            high = gl.maximum(_read(mail, letter + 8 + 4 * who), lowest)
+            low = gl.minimum(_read(mail, letter + 7 + 4 * who), high)
+            free_low = _read(mail, letter + 9 + 4 * who)
+            free_high = _read(mail, letter + 10 + 4 * who)
+        batch = _read(mail, letter + 3)
+        head = _read(mail, letter + 4)
+        row = _read(mail, letter + 5) + who * _M
+        c = _read(mail, letter + 6).to(gl.float32, bitcast=True)
+        mbarrier.arrive(mail_empty.index(slot))
+        slot, mail_phase = _advance(slot, mail_phase, 2)
+
+        rows = row + gl.arange(0, _M, R)
+        there = rows < queries
+        at = (batch * heads + head).to(gl.int64) * queries + rows
+        reference = gl.load(max_ptr + at, mask=there, other=0.0) * _LOG2_E
+        reference = gl.where(gl.abs(reference) < float("inf"), reference, 0.0)
+        pull = gl.load(pull_ptr + at, mask=there, other=0.0)
+        peak = gl.load(peak_ptr + at, mask=there, other=0.0)
+        if BOUNDED:
+            first, stop = _bounds(limits, batch, rows, sizes, choices)
+            width = stop - first
+        else:
+            first = gl.zeros([_M], gl.int32, R)
+            width = first + keys
+        zero = gl.zeros([_M, N], gl.float32, S)
+        nothing = gl.zeros_like(_own_sum(zero))
+        moved = nothing
+        around = nothing
+        weighed = nothing
+        leaning = nothing
+        if highest > lowest:
+            mbarrier.wait(q_full.index(who), q_phase)
+            q_phase ^= 1
+            q = q_tiles.index(who).reshape([_M, D])
+            g = g_tiles.index(who).reshape([_M, D])
+            if BOUNDED:
+                stage, phase, _turn = _pass(
+                    highest - high, stage, phase, 0, barriers, turns, who, CONSUMERS, STAGES, True, False
+                )
+            for step in range(high - low):
+                mbarrier.wait(k_full.index(stage), phase)
+                k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
+                s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+                mbarrier.wait(v_full.index(stage), phase)
+                v = v_tiles.index(stage).reshape([N, D]).permute((1, 0))
+                off = warpgroup_mma(g, v, zero, use_acc=False, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                tile = high - 1 - step
+                slow = (tile < free_low) | (tile >= free_high)
+                if slow:
+                    s = gl.where(_inside(s, tile, first, width, N), s, _HIDDEN)
+                p = gl.exp2(s * c - gl.expand_dims(reference, 1))
+                off = warpgroup_mma_wait(0, deps=(off,))
+                mbarrier.arrive(k_empty.index(stage))
+                mbarrier.arrive(v_empty.index(stage))
+                off -= gl.expand_dims(pull, 1)
+                if slow:
+                    off = gl.where(s > _HIDDEN, off, 0.0)
+                pushed = p * off
+                moved += _own_sum(off)
+                around += _own_sum(off * off)
+                weighed += _own_sum(pushed * off)
+                leaning += _own_sum(pushed)
+                stage, phase = _advance(stage, phase, STAGES)
+            mbarrier.arrive(q_empty.index(who))
+            if BOUNDED:
+                stage, phase, _turn = _pass(
+                    low - lowest, stage, phase, 0, barriers, turns, who, CONSUMERS, STAGES, True, False
+                )
+
+        count = gl.maximum(width, 1).to(gl.float32)
+        shift = gl.convert_layout(gl.sum(moved, axis=1), R)
+        spread = gl.convert_layout(gl.sum(around, axis=1), R) - shift * shift / count
+        # The pull follows from an output that was rounded, and is not quite the mean.
+        lean = gl.convert_layout(gl.sum(leaning, axis=1), R) * peak
+        under = gl.maximum(gl.convert_layout(gl.sum(weighed, axis=1), R) * peak - lean * lean, 0.0)
+        # NaN where there was nothing to share.
+        flow = gl.where(spread > 0, under * count / spread, float("nan"))
+        gl.store(flow_ptr + at, flow, mask=there)
+
+        mbarrier.wait(mail_full.index(slot), mail_phase)
+        item = _read(mail, slot * _LETTER)
+
+
+_NUMBERS = ("queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices")
+_POINTERS = ("scale_ptr", "max_ptr", "peak_ptr", "pull_ptr", "flow_ptr", "counter")
+
+
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
+def _kernel(
+    q_desc, k_desc, v_desc, g_desc, scale_ptr, max_ptr, peak_ptr, pull_ptr, flow_ptr, counter,
+    queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
+    D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    CONSUMERS: gl.constexpr = 2
+    DTYPE: gl.constexpr = q_desc.dtype
+    ONE: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, _M, D], q_desc.layout)
+    g_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, _M, D], g_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    mail = gl.allocate_shared_memory(gl.int32, [2 * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
+    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
+    for i in gl.static_range(2):
+        mbarrier.init(mail_full.index(i), count=1)
+        mbarrier.init(mail_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+
+    buffers = (q_tiles, k_tiles, v_tiles)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (queries, keys)
+    shape = (heads, ratio, blocks, pairs, together, items)
+    # Nothing but a band hides keys here.
+    limits = (scale_ptr, scale_ptr, low, high)
+    common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
+    post = (mail, mail_full, mail_empty)
+    inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles)
+    rows_in = (max_ptr, peak_ptr, pull_ptr)
+    gl.warp_specialize(
+        [
+            (_consumer, (common, post, q_full, rows_in, flow_ptr, g_tiles, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
+            (_consumer, (common, post, q_full, rows_in, flow_ptr, g_tiles, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
+            (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, True, True)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+def takes(call: Call, grad: Tensor) -> bool:
+    """Whether a call and the gradient of its output are for this kernel."""
+    inside = call.number is not None and _SCALES[0] < abs(call.number) < _SCALES[1] and call.number > 0
+    return inside and call.v is not None and call.first is None and _hopper.takes(call) and copyable(grad)
+
+
+def flow(call: Call, grad: Tensor, max_logit: Tensor, largest_weight: Tensor, pull: Tensor, found: Tensor) -> None:
+    """Fill the gradient flow of each query row; all but q, k, v and grad are (batch, heads, queries)."""
+    q, k, v = call.q, call.k, call.v
+    assert v is not None
+    batch, heads, queries, head_dim = q.shape
+    keys, size = k.shape[2], 128
+    scale = call.scale.contiguous()
+    choices = _hopper.scale_choices(scale)
+    low, high = (0, 0) if call.band is None else call.band
+    if call.band is not None:
+        choices |= _BAND.value
+    pairs, blocks = batch * heads, -(-queries // (2 * ROWS))
+    with torch.cuda.device(q.device):
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+        launch: Any = _kernel[(min(pairs * blocks, processors(q.device.index)),)]
+        launch(
+            described(q, ROWS), described(k, size), described(v, size), described(grad, ROWS),
+            scale, max_logit, largest_weight, pull, found, counter,
+            queries, keys, low, high, heads, call.group, blocks, pairs, together_in_cache(call), pairs * blocks,
+            choices,
+            D=head_dim, N=size, STAGES=2 if head_dim == 128 else 4, BOUNDED=call.band is not None, num_warps=4,
+        )  # fmt: skip
