@@ -7,15 +7,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attemper import BackendError, attend, read
 from attemper._reading import choose
 from attemper.testing import check_operator, compare
 
 pytest.importorskip("triton")
-from attemper._backends import cuda
+from attemper._backends import _operator, cuda
 from attemper._backends._operator import call_of, empty, empty_output, row_by_row, tiles
-from attemper._backends.cuda import _launch
+from attemper._backends.cuda import _cudnn, _launch
 from attemper._problem import pose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -235,14 +236,14 @@ GRADIENTS = {
 }
 
 
-def gradients(operands, options, *, backend, dtype=None, differentiable=False):
+def gradients(operands, options, *, backend, dtype=None, differentiable=False, stats="all"):
     """(gradients by name, Reading)."""
     leaves = dict(zip("qkv", operands, strict=True))
     leaves |= {n: x for n, x in options.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
     leaves = {name: (x if dtype is None else x.to(dtype)).detach().requires_grad_() for name, x in leaves.items()}
     rest = {name: leaves.get(name, x) for name, x in options.items()}
     output, reading = attend(
-        leaves["q"], leaves["k"], leaves["v"], backend=backend, differentiable=differentiable, **rest
+        leaves["q"], leaves["k"], leaves["v"], backend=backend, differentiable=differentiable, stats=stats, **rest
     )
     loss = (output * draw(8, *output.shape).to(output.dtype)).sum()
     if differentiable:
@@ -286,6 +287,174 @@ def test_gradients_in_sixteen_bits(name, dtype):
 @pytest.mark.parametrize("name", ["plain", "causal, several tiles", "bias and softcap", "sinks"])
 def test_gradients_of_fields(name):
     compared(GRADIENTS[name], differentiable=True)
+
+
+def plain_call(dtype=torch.bfloat16, lengths=(70, 70), dim=32, **options):
+    problem = pose(*three(*lengths, dim, dtype=dtype), **options)
+    return call_of(problem, problem.batch, banded=True)
+
+
+PLAIN = {
+    "full": (three(), {}),
+    "causal, several tiles": (three(150, 150, batch=2), {"is_causal": True}),
+    "grouped heads": (three(70, 70, heads=4, kv_heads=2), {"is_causal": True, "enable_gqa": True}),
+    "a number as scale": (three(), {"scale": 0.3}),
+    "an open window": (three(), {"window": (500, 500)}),
+}
+
+
+class TestCudnn:
+    """Gradients by cuDNN's backward pass, here by the same sums in float64."""
+
+    @pytest.fixture
+    def asked(self, monkeypatch):
+        calls = []
+
+        def differentiate(q, k, v, output, logsumexp, grad, *, causal, scale):
+            calls.append((output.dtype, logsumexp.shape, causal, scale))
+            assert output.stride() == grad.stride()
+            group = q.shape[1] // k.shape[1]
+            wide_q, wide_k, wide_v, wide_grad = (x.double() for x in (q, k, v, grad))
+            wide_k, wide_v = (x.repeat_interleave(group, 1) for x in (wide_k, wide_v))
+            weights = torch.exp(scale * wide_q @ wide_k.mT - logsumexp.double()[..., None])
+            weights = weights.tril() if causal else weights
+            pull = (wide_grad * output.double()).sum(-1, keepdim=True)
+            to_scores = scale * weights * (wide_grad @ wide_v.mT - pull)
+            to_k, to_v = to_scores.mT @ wide_q, weights.mT @ wide_grad
+            to_k, to_v = (x.unflatten(1, (-1, group)).sum(2) for x in (to_k, to_v))
+            found = (to_scores @ wide_k, to_k, to_v)
+            return tuple(torch.empty_like(x).copy_(y) for x, y in zip((q, k, v), found, strict=True))
+
+        monkeypatch.setattr(_cudnn, "usable", lambda device: True)
+        monkeypatch.setattr(_cudnn, "_differentiate", differentiate)
+        return calls
+
+    @pytest.mark.parametrize("name", PLAIN)
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_gradients(self, asked, name, dtype):
+        compared(PLAIN[name], dtype=dtype)
+        options = PLAIN[name][1]
+        ((output, logsumexp, causal, scale),) = asked
+        # As it was rounded: the wide output is not even made.
+        assert output == getattr(torch, dtype)
+        assert len(logsumexp) == 3
+        assert causal == ("is_causal" in options)
+        assert scale == pytest.approx(options.get("scale", 32**-0.5))
+
+    @pytest.mark.parametrize("layout", ["transposed", "chunks", "shared", "head_dim not last"])
+    def test_operands_as_they_lie(self, asked, layout):
+        x = draw(1, 1, 80, 2, 96, dtype=torch.bfloat16)
+        operands = {
+            "transposed": [draw(i, 1, 80, 2, 32, dtype=torch.bfloat16).transpose(1, 2) for i in range(3)],
+            "chunks": x.transpose(1, 2).chunk(3, -1),
+            "shared": [draw(i, 1, 1, 80, 32, dtype=torch.bfloat16).expand(2, 2, 80, 32) for i in range(3)],
+            "head_dim not last": [draw(i, 1, 2, 32, 80, dtype=torch.bfloat16).transpose(2, 3) for i in range(3)],
+        }[layout]
+        call = plain_call()._replace(q=operands[0], k=operands[1], v=operands[2])
+        grad = torch.ones((), device=DEVICE, dtype=torch.bfloat16).expand(operands[0].shape)
+        names = ",".join([*_operator.CONSTANTS, "pressure"])
+        found = dict(zip(_operator.RETURNS, tiles(*call, names, "cuda"), strict=True))
+        rest = [found[name] for name in _operator.Saved._fields]
+        arguments = (*call, *rest, grad, *[None] * 4, False, True, "cuda")
+        to = _operator.tiles_backward(*arguments)
+        assert asked
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            expected = _operator.tiles_backward(*arguments)
+        assert [(y.shape, y.stride(), y.dtype) for y in to] == [(y.shape, y.stride(), y.dtype) for y in expected]
+        own = _operator.tiles_backward(*(*arguments[:-1], "torch"))
+        for y, z in zip(to[:3], own, strict=False):
+            torch.testing.assert_close(y, z, rtol=2e-2, atol=2e-2)
+
+    def test_what_is_kept_for_it(self, asked, monkeypatch):
+        kept = []
+        monkeypatch.setattr(
+            cuda,
+            "forward",
+            lambda call, stats, *, apart: kept.append(stats) or _launch.forward(call, stats, apart=apart),
+        )
+        operands = [x.requires_grad_() for x in three(dtype=torch.bfloat16)]
+        triton_attend(*operands, stats="none")
+        triton_attend(*operands, stats="pressure")
+        triton_attend(*operands, stats="gradient_flow")
+        triton_attend(*operands, stats="none", differentiable=True)
+        torch.use_deterministic_algorithms(True)
+        try:
+            triton_attend(*operands, stats="none")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        rows = {"logsumexp", "max_logit", "largest_weight"}
+        found = [{*rows, "wide_output"} & stats for stats in kept]
+        assert found == [{"logsumexp"}, {"logsumexp"}, rows, {*rows, "wide_output"}, {*rows, "wide_output"}]
+
+    def test_pressure_alone(self, asked, monkeypatch):
+        monkeypatch.delattr(_launch, "flow_kernel")
+        _, reading = gradients(three(dtype=torch.bfloat16), {}, backend="cuda", stats="pressure")
+        _, expected = gradients(wide(three(dtype=torch.bfloat16)), {}, backend="torch")
+        torch.testing.assert_close(reading.pressure.double(), expected.pressure, rtol=5e-2, atol=5e-2)
+        assert asked
+        assert reading.gradient_flow is None
+
+    @pytest.mark.parametrize("how", ["deterministic", "refused"])
+    def test_what_was_kept_for_it_will_do_without_it(self, asked, monkeypatch, how):
+        operands = [x.requires_grad_() for x in three(dtype=torch.bfloat16)]
+        output, _ = triton_attend(*operands, stats="none")
+        grad = draw(8, *output.shape, dtype=torch.bfloat16)
+        expected = torch.autograd.grad(output, operands, grad, retain_graph=True)
+        asked.clear()
+        if how == "refused":
+            monkeypatch.setattr(_cudnn, "gradients", lambda *arguments: None)
+        else:
+            monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        found = torch.autograd.grad(output, operands, grad)
+        assert not asked
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+    def test_compiled(self, asked):
+        torch._dynamo.reset()
+
+        def loss(q, k, v):
+            output, reading = triton_attend(q, k, v, is_causal=True)
+            return output.float().square().sum(), reading
+
+        operands = [x.requires_grad_() for x in three(20, 20, dtype=torch.bfloat16)]
+        fast = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        (found, reading), (expected, own) = fast(*operands), loss(*operands)
+        torch.testing.assert_close(torch.autograd.grad(found, operands), torch.autograd.grad(expected, operands))
+        assert len(asked) == 2
+        torch.testing.assert_close(reading.gradient_flow, own.gradient_flow, equal_nan=True)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"dtype": torch.float32},
+            {"lengths": (60, 70), "is_causal": True},
+            {"is_causal": True, "query_offset": 1},
+            {"window": (5, None)},
+            {"softcap": 2.0},
+            {"dropout_p": 0.1, "seed": 1},
+            {"sinks": draw(1, 2)},
+            {"attn_mask": torch.ones(70, 70, dtype=torch.bool, device=DEVICE)},
+            {"key_lengths": torch.tensor([7], device=DEVICE)},
+            {"scale": 0.0},
+            {"scale": -0.2},
+            {"scale": torch.tensor(0.2, device=DEVICE)},
+            {"dim": 36},
+            {"dim": 136},
+            {"lengths": (70, 0)},
+            {"lengths": (1, 70)},
+        ],
+    )
+    def test_what_it_does_not_take(self, asked, options):
+        assert _cudnn.takes(plain_call())
+        assert not _cudnn.takes(plain_call(**options))
+
+    def test_what_it_takes(self, asked, monkeypatch):
+        assert _cudnn.takes(plain_call(is_causal=True))
+        assert _cudnn.takes(plain_call(lengths=(60, 70)))
+        assert _cudnn.takes(plain_call(lengths=(60, 70), is_causal=True, query_offset=70))
+        assert not _cudnn.takes(plain_call()._replace(v=None))
+        monkeypatch.setattr(_cudnn, "usable", lambda device: False)
+        assert not _cudnn.takes(plain_call())
 
 
 def test_gradients_of_fields_alone():

@@ -613,7 +613,7 @@ def test_opcheck_tiles_backward(name, measuring, road):
     bias_too = name == "bias"
     # Where it measures, the operator writes into `gradients` behind the back of its schema, as its docstring says.
     which = [x for x in EVERYTHING if x != "test_schema" or not measuring]
-    torch.library.opcheck(tiles_backward, (*given, *saved, *grads, bias_too, road), test_utils=which)
+    torch.library.opcheck(tiles_backward, (*given, *saved, *grads, bias_too, True, road), test_utils=which)
 
 
 # --- export -----------------------------------------------------------------------------------------------------------

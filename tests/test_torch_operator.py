@@ -29,9 +29,9 @@ def counted(monkeypatch):
         module.taken.append("forward")
         return tiled.forward(call, stats, apart=apart)
 
-    def backward(call, saved, upstream, *, bias_too):
+    def backward(call, saved, upstream, *, bias_too, flow_too):
         module.taken.append("backward")
-        return tiled.backward(call, saved, upstream, bias_too=bias_too)
+        return tiled.backward(call, saved, upstream, bias_too=bias_too, flow_too=flow_too)
 
     module.forward, module.backward = forward, backward
     monkeypatch.setitem(sys.modules, module.__name__, module)

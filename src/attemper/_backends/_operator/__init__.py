@@ -15,6 +15,7 @@ from ..._dropout import as_signed
 from ..._problem import Problem
 from ..._reading import AFTER_BACKWARD
 from ._call import (
+    CONSTANTS,
     COUNTS,
     FIELDS,
     Call,
@@ -24,6 +25,7 @@ from ._call import (
     available,
     bounds_of,
     empty,
+    empty_gradient,
     empty_output,
     gradient_size,
     over_shared,
@@ -45,6 +47,7 @@ from ._operators import (
 )
 
 __all__ = [
+    "CONSTANTS",
     "COUNTS",
     "FIELDS",
     "OPERANDS",
@@ -57,6 +60,7 @@ __all__ = [
     "bounds_of",
     "call_of",
     "empty",
+    "empty_gradient",
     "empty_output",
     "functorch_level",
     "gradient_size",
@@ -83,10 +87,10 @@ def run_on(
     if alone:
         found = computed(call, stats, road, apart=False)
     else:
-        # A gradient needs the row constants of its formula, asked for or not.
-        needed = {*stats, "logsumexp", "max_logit", "largest_weight"}
+        # What a gradient needs is kept, asked for or not.
+        needed = {*stats, "gradient"}
         if differentiable:
-            needed.update(("expected_score", "collision"))
+            needed.update(("differentiable", "expected_score", "collision"))
         if problem.q.dtype.itemsize == 2 and torch.is_grad_enabled() and _any_requires_grad(problem):
             needed.add("wide_output")
         found = dict(zip(RETURNS, _operator(problem)(*call, ",".join(sorted(needed)), road), strict=True))

@@ -51,7 +51,10 @@ class Call(NamedTuple):
     band: Sequence[int] | None = None
     """(low, high), in place of first and stop: query i sees i + low ≤ key < i + high, as far as there are keys."""
     number: float | None = None
-    """The scale, where it is one number and known: to read it from its tensor would make the host wait for a GPU."""
+    """The scale, where it is one number and known: to read it from its tensor would make the host wait for a GPU.
+
+    Then nobody differentiates to it.
+    """
 
     @property
     def bounded(self) -> bool:
@@ -66,8 +69,12 @@ class Call(NamedTuple):
         return self.q.shape[1] // max(self.k.shape[1], 1)
 
 
+CONSTANTS = ("logsumexp", "max_logit", "largest_weight")
+"""The fields from which a backward pass computes the weights again."""
+
+
 class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass."""
+    """What the forward pass leaves for the backward pass; empty where the road does without."""
 
     output: Tensor
     max_logit: Tensor
@@ -98,10 +105,13 @@ class Road(Protocol):
         has to return them.
         """
 
-    def backward(self, call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:
+    def backward(
+        self, call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, flow_too: bool
+    ) -> tuple[Tensor, ...]:
         """The gradients of (q, k, v, mask, scale, sinks), each like its operand; (0,) for one that is not there.
 
-        That of the mask only with `bias_too`. Where `saved.gradients` is not empty, what is measured goes into it.
+        That of the mask only with `bias_too`. Where `saved.gradients` is not empty, what is measured goes into it; the
+        gradient flow need not without `flow_too`.
         """
 
 
@@ -140,6 +150,12 @@ def empty_output(call: Call, dtype: torch.dtype) -> Tensor:
     if heads > 1 and call.q.stride(1) < call.q.stride(2):
         return call.q.new_empty((batch, queries, heads, value_dim), dtype=dtype).transpose(1, 2)
     return call.q.new_empty((batch, heads, queries, value_dim), dtype=dtype)
+
+
+def empty_gradient(x: Tensor) -> Tensor:
+    """For the gradient of an operand, laid out alike where its rows lie in one piece and none of them twice."""
+    alike = x.stride(-1) == 1 and all(step > 0 for step in x.stride())
+    return torch.empty_like(x) if alike else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def gradient_size(q: Tensor, stats: frozenset[str]) -> int:

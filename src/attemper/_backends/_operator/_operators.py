@@ -18,7 +18,21 @@ import torch
 from torch import Tensor
 
 from ..._errors import BackendError, OptionError, explain
-from ._call import COUNTS, FIELDS, Call, Road, Saved, Upstream, available, empty, empty_output, gradient_size, plainly
+from ._call import (
+    CONSTANTS,
+    COUNTS,
+    FIELDS,
+    Call,
+    Road,
+    Saved,
+    Upstream,
+    available,
+    empty,
+    empty_gradient,
+    empty_output,
+    gradient_size,
+    plainly,
+)
 
 DIFFERENTIABLE = ("logsumexp", "entropy", "expected_score", "collision")
 """The fields through which gradients may flow."""
@@ -58,8 +72,13 @@ def computed(call: Call, stats: frozenset[str], road: str, *, apart: bool) -> di
 
 
 def _parts(arguments: tuple[Any, ...]) -> tuple[Call, frozenset[str], str]:
-    *operands, stats, road = arguments
-    return Call(*operands), frozenset(stats.split(",")), road
+    *operands, names, road = arguments
+    call, stats = Call(*operands), frozenset(names.split(","))
+    if "gradient" in stats:
+        # Asked here, not by a caller that may be traced: what a road needs depends on the machine too.
+        needs = getattr(implementation(road), "needs", None)
+        stats = stats.union(CONSTANTS) if needs is None else needs(call, stats)
+    return call, stats, road
 
 
 @torch.library.custom_op(
@@ -69,6 +88,9 @@ def _parts(arguments: tuple[Any, ...]) -> tuple[Call, frozenset[str], str]:
 )
 def tiles(*arguments: Any) -> tuple[Tensor, ...]:
     """(output, *FIELDS, wide_output, gradients); what `stats` does not name is empty.
+
+    `stats` may also say "gradient", for whatever of these the road's backward pass needs, and "differentiable": then
+    gradients may arrive at fields too.
 
     `gradients` is where the backward pass leaves gradient_flow and pressure: a flag, then two numbers per row. It is an
     output that the backward operator fills in place behind autograd's back, so that the numbers reach the Reading
@@ -104,35 +126,40 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     "attemper::tiles_backward",
     mutates_args=(),
     schema=f"({_OPERANDS}, {', '.join(f'Tensor {name}' for name in Saved._fields)}, "
-    f"{', '.join(f'Tensor? grad_{name}' for name in Upstream._fields)}, bool bias_too, str road) "
+    f"{', '.join(f'Tensor? grad_{name}' for name in Upstream._fields)}, bool bias_too, bool flow_too, str road) "
     f"-> ({', '.join(['Tensor'] * len(DIFFERENTIATED))})",
 )
 def tiles_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """The gradients of (q, k, v, mask, scale, sinks), empty where there is nothing to differentiate."""
-    *rest, bias_too, road = arguments[OPERANDS:]
+    *rest, bias_too, flow_too, road = arguments[OPERANDS:]
     call = Call(*arguments[:OPERANDS])
     saved, upstream = Saved(*rest[: len(Saved._fields)]), Upstream(*rest[len(Saved._fields) :])
     with plainly(call.q):
-        return implementation(road).backward(call, saved, upstream, bias_too=bias_too)
+        return implementation(road).backward(call, saved, upstream, bias_too=bias_too, flow_too=flow_too)
 
 
 @tiles_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
-    call, bias_too = Call(*arguments[:OPERANDS]), arguments[-2]
+    call, (bias_too, _, road) = Call(*arguments[:OPERANDS]), arguments[-3:]
 
     def like(x: Tensor | None) -> Tensor:
         return call.q.new_empty(0) if x is None else x.new_empty(x.shape)
 
+    def laid_out(x: Tensor | None) -> Tensor:
+        return like(x) if x is None or road != "cuda" else empty_gradient(x)
+
     mask = call.mask if bias_too else None
-    return like(call.q), like(call.k), like(call.v), like(mask), like(call.scale), like(call.sinks)
+    operands = (laid_out(x) for x in (call.q, call.k, call.v))
+    return *operands, like(mask), like(call.scale), like(call.sinks)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     by_name = dict(zip(RETURNS, output, strict=True))
     *_, stats, ctx.road = inputs
+    ctx.flow_too = "gradient_flow" in stats.split(",")
     ctx.numbers = inputs[TENSORS:OPERANDS]
     ctx.set_materialize_grads(False)
-    if "wide_output" in stats:
+    if by_name["wide_output"].dim() == by_name["output"].dim():
         by_name["output"] = by_name["wide_output"]
     # Not among the saved tensors, of which checkpointing and offloading hand back copies.
     plain = functorch_level() is None and not torch.compiler.is_compiling()
@@ -150,7 +177,8 @@ def _differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]
     if ctx.waiting is not None:
         saved[TENSORS + Saved._fields.index("gradients")] = ctx.waiting
     operator: Any = tiles_backward if functorch_level() is None else TransformableBackward.apply
-    found = operator(*saved[:TENSORS], *ctx.numbers, *saved[TENSORS:], *arriving, bool(needs[3]), ctx.road)
+    rest = (bool(needs[3]), ctx.flow_too, ctx.road)
+    found = operator(*saved[:TENSORS], *ctx.numbers, *saved[TENSORS:], *arriving, *rest)
     places = dict(zip(DIFFERENTIATED, found, strict=True))
     return tuple(places[i] if i in places and needs[i] else None for i in range(INPUTS))
 

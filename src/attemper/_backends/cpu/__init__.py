@@ -55,11 +55,11 @@ def forward(call: Any, stats: frozenset[str], *, apart: bool) -> Any:
     return forward(call, stats, apart=apart)
 
 
-def backward(call: Any, saved: Any, upstream: Any, *, bias_too: bool) -> Any:
+def backward(call: Any, saved: Any, upstream: Any, *, bias_too: bool, flow_too: bool) -> Any:
     """The gradients for torch's operator."""
     from ._torch import backward
 
-    return backward(call, saved, upstream, bias_too=bias_too)
+    return backward(call, saved, upstream, bias_too=bias_too, flow_too=flow_too)
 
 
 def again(problem: Problem, stats: frozenset[str]) -> Any:

@@ -118,11 +118,18 @@ def operand(x: Tensor) -> Operand:
     return Operand(x.data_ptr(), Layout(x.shape, x.stride(), _KINDS.get(x.dtype, 0)))
 
 
-def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:
+def backward(
+    call: Call,
+    saved: Saved,
+    upstream: Upstream,
+    *,
+    bias_too: bool,
+    flow_too: bool,
+) -> tuple[Tensor, ...]:
     """The gradients of (q, k, v, mask, scale, sinks), and what the backward pass measures."""
     if not call.scale.all():
         # What flows to a scale is what flows to the scores over it: with a scale of 0 the kernel cannot say.
-        return implementation("torch").backward(call, saved, upstream, bias_too=bias_too)
+        return implementation("torch").backward(call, saved, upstream, bias_too=bias_too, flow_too=flow_too)
     call, saved, upstream = row_by_row(_in_memory(call)), _in_memory(saved), _in_memory(upstream)
     q, k, v, wide = call.q, call.k, call.v, call.wide
     like: dict[str, Any] = {"dtype": wide, "device": "cpu"}
@@ -173,7 +180,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
     )
     if not done:
         # Numbers that are not finite, where 0 · NaN must be 0: exact in plain operations only.
-        return implementation("torch").backward(call, saved, upstream, bias_too=bias_too)
+        return implementation("torch").backward(call, saved, upstream, bias_too=bias_too, flow_too=flow_too)
     if saved.gradients.numel():
         # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
         saved.gradients.data[0] = 1

@@ -3,6 +3,7 @@
     _tile     who the rows of a block are, what they see, what a mask does to a tile
     _forward  output and statistics      _backward  gradients
     _hopper   output and statistics of simple calls, for Hopper GPUs
+    _cudnn    gradients of simple calls       _flow      what is measured beside them
     _launch   from a call to kernels
 
 Triton's interpreter runs them on the CPU too (TRITON_INTERPRET=1), for their tests.
@@ -17,7 +18,8 @@ from typing import Any
 from torch import Tensor, bfloat16, float16, float32
 
 from ..._problem import Problem
-from .._operator import run_on
+from .._operator import CONSTANTS, Call, run_on
+from . import _cudnn
 
 _HAS_TRITON = find_spec("triton") is not None  # asked once, for a compiler does not follow the question
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,8 +57,15 @@ def forward(call: Any, stats: frozenset[str], *, apart: bool) -> Any:
     return forward(call, stats, apart=apart)
 
 
-def backward(call: Any, saved: Any, upstream: Any, *, bias_too: bool) -> Any:
+def needs(call: Call, stats: frozenset[str]) -> frozenset[str]:
+    """What to compute so that there are gradients: cuDNN does with less."""
+    if "differentiable" in stats or not _cudnn.takes(call):
+        return stats.union(CONSTANTS)
+    return (stats - {"wide_output"}).union(CONSTANTS if "gradient_flow" in stats else ("logsumexp",))
+
+
+def backward(call: Any, saved: Any, upstream: Any, *, bias_too: bool, flow_too: bool) -> Any:
     """The gradients for torch's operator."""
     from ._launch import backward
 
-    return backward(call, saved, upstream, bias_too=bias_too)
+    return backward(call, saved, upstream, bias_too=bias_too, flow_too=flow_too)

@@ -11,8 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from .._operator import COUNTS, Call, Saved, Upstream, available, empty, empty_output, over_shared
+from .._operator import COUNTS, Call, Saved, Upstream, available, empty, empty_gradient, empty_output, over_shared
+from . import _cudnn
 from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
+from ._flow import dots_kernel, flow_kernel
 from ._forward import PARTS, Fields, complete_kernel, forward_kernel, merge_kernel
 from ._tile import BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
 
@@ -171,14 +173,23 @@ def splits_for(programs: int, keys: int, tile: int, device: torch.device) -> int
     return max(1, min(2 * int(processors) // programs, tiles // 4))
 
 
-def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:
+def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, flow_too: bool) -> tuple[Tensor, ...]:
     """The gradients of (q, k, v, mask, scale, sinks), and what the backward pass measures."""
     q, k, v = call.q, call.k, call.v
+    if upstream.output is not None and not any(x is not None for x in upstream[1:]) and _cudnn.takes(call):
+        with _on(q.device):
+            found = _by_cudnn(call, saved, upstream.output, flow_too=flow_too)
+        if found is not None:
+            return found
+    if not saved.max_logit.numel():
+        # Kept for cuDNN: the logsumexp will do, if with fewer digits.
+        ones = torch.ones_like(saved.logsumexp)
+        saved = saved._replace(max_logit=saved.logsumexp, largest_weight=ones)
     like: dict[str, Any] = {"dtype": call.wide, "device": q.device}
     bias = call.mask if bias_too else None
     to_mask = torch.zeros((0,) if bias is None else bias.shape, **like)
-    to_q, to_k = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k))
-    to_v = q.new_empty(0) if v is None else torch.empty_like(v, memory_format=torch.contiguous_format)
+    to_q, to_k = empty_gradient(q), empty_gradient(k)
+    to_v = q.new_empty(0) if v is None else empty_gradient(v)
     pull, along, flow = (torch.zeros(q.shape[:-1], **like) for _ in range(3))
     if along.numel() and k.shape[2] and q.shape[3]:
         with _on(q.device):
@@ -197,6 +208,46 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
         to_sinks = over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks).to(call.sinks.dtype)
     to_scale = over_shared(along, call.scale).to(call.scale.dtype)
     return to_q, to_k, to_v, to_mask.to(q.dtype if bias is None else bias.dtype), to_scale, to_sinks
+
+
+def _by_cudnn(call: Call, saved: Saved, grad: Tensor, *, flow_too: bool) -> tuple[Tensor, ...] | None:
+    """The same by cuDNN, where torch would take it."""
+    found = _cudnn.gradients(call, saved.output, saved.logsumexp, grad)
+    if found is None:
+        return None
+    q = call.q
+    if saved.gradients.numel():
+        # Through .data, and the kernels behind torch's back: see above.
+        saved.gradients.data[0] = 1
+        flow, pressure = saved.gradients.data[1:].view(2, *q.shape[:-1])
+        _dots(call, q, found[0], pressure)
+        if flow_too:
+            pull = torch.empty(q.shape[:-1], dtype=call.wide, device=q.device)
+            _dots(call, grad, saved.output, pull)
+            _flow(call, saved, grad, pull, flow)
+    # The scale is a number here, to which nothing flows.
+    return *found, q.new_empty(0), torch.zeros_like(call.scale), q.new_empty(0)
+
+
+def _dots(call: Call, left: Tensor, right: Tensor, found: Tensor) -> None:
+    """The products of rows of two matrices, each (batch, heads, queries, x)."""
+    batch, heads, queries, depth = left.shape
+    sizes = _sizes(call, triton.cdiv(queries, HOPPER_ROWS))
+    one, other = _matrix(left, call), _matrix(right, call)
+    dots_kernel[(batch * heads * sizes.blocks,)](one, other, found, sizes, depth, HOPPER_ROWS, _power(depth))
+
+
+def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) -> None:
+    """The gradient flow of a plain call into `flow`; `pull` is ⟨dO, O⟩ of each row."""
+    batch, heads, queries, _ = call.q.shape
+    tile = Tiling(64, 64, 4, 2)
+    sizes = _sizes(call, triton.cdiv(queries, tile.rows))
+    kind = _kind(call, tile, measure=1, values=True)
+    flow_kernel[(batch * heads * sizes.blocks,)](
+        *(_matrix(x, call) for x in (call.q, call.k, call.v, grad)),
+        flow, pull, saved.max_logit.contiguous(), saved.largest_weight.contiguous(), *_bounds(call), call.scale, sizes,
+        kind, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def _gradients(

@@ -27,7 +27,7 @@ from ._tiles import (
 )
 
 
-def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) -> tuple[Tensor, ...]:
+def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, flow_too: bool) -> tuple[Tensor, ...]:
     """The gradients of (q, k, v, mask, scale, sinks), with P̃ the weights including a sink and P without.
 
     dS = P̃∘(dP − D) + P∘(g_lse + g_E (1 + s − E) − g_H (s − E) + 2 g_c (P − Σp²)),  D = ⟨dO, O⟩.
@@ -40,7 +40,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
     grad_mask = torch.zeros(call.mask.shape if bias_too and call.mask is not None else (0,), **like)
     grad_scale = torch.zeros(call.scale.shape, **like)
     grad_sinks = torch.zeros((0,) if call.sinks is None else call.sinks.shape, **like)
-    measuring = saved.gradients.numel() > 0
+    measuring = saved.gradients.numel() > 0 and flow_too
     measured = torch.zeros((2, *q.shape[:-1]), **like)
     for tile, limits in row_tiles(call):
         where = (tile.batch, query_heads(call, tile), tile.rows)
@@ -113,7 +113,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool) ->
         add_per_head(grad_scale, along, call, tile)
         measured[0][where] = flow.share().flatten(1, 2)
         measured[1][where] = (along * scale).flatten(1, 2)
-    if measuring:
+    if saved.gradients.numel():
         # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
         saved.gradients.data[0] = 1
         saved.gradients.data[1:] = measured.flatten()
