@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from attemper import BackendError, attend, on_progress, read
 from attemper._backends.cpu import _code, _threads
-from attemper._backends.cpu._target import target
+from attemper._backends.cpu._target import PANELS, target
 from attemper._reading import AFTER_BACKWARD, DERIVED, FIELDS, MEASURED
 from attemper.testing import compare
 
@@ -429,6 +429,16 @@ def test_more_keys_than_float32_counts():
     reading = read(np.ones((1, 1), dtype=np.float32), k, stats=("visible_keys", "logsumexp"), backend="cpu")
     assert reading.visible_keys.tolist() == [keys]
     np.testing.assert_allclose(reading.logsumexp, math.log(keys), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_rows_whose_keys_are_split_count_their_own(dtype):
+    # Two blocks of rows: whoever merges the splits of one may have computed the other last.
+    queries, keys = PANELS * target().panel_rows(8 if dtype == torch.float64 else 4) + 5, 2000
+    q, k = draw(0, 1, 1, queries, DIM, dtype=dtype), draw(1, 1, 1, keys, DIM, dtype=dtype)
+    with at_work(4):
+        reading = attend(q, k, k, is_causal=True, query_offset=1000, backend="cpu").reading
+    torch.testing.assert_close(reading.visible_keys.flatten(), torch.arange(1001, 1001 + queries))
 
 
 # --- what is not finite -----------------------------------------------------------------------------------------------

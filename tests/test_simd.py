@@ -18,6 +18,7 @@ from attemper._backends.cpu._simd import (
     address_of,
     any_lane,
     as_indices,
+    as_words,
     at,
     bits_of,
     count_up,
@@ -61,6 +62,7 @@ from attemper._backends.cpu._simd import (
     tanh,
     times_all,
     to_floating,
+    to_whole,
     transpose,
     where,
     widen,
@@ -690,6 +692,11 @@ def test_kinds_of_numbers():
     )
     wholes = rng.integers(-(2**62), 2**62, 500)
     np.testing.assert_array_equal(mapped(to_floating, wholes, result=np.float64), wholes.astype(np.float64))
+    counts = rng.integers(0, 2**24, 500)
+    for floating, whole in ((np.float32, np.int32), (np.float64, np.int64)):
+        np.testing.assert_array_equal(mapped(to_whole, counts.astype(floating), result=whole), counts)
+        signed = rng.integers(np.iinfo(whole).min, np.iinfo(whole).max, 500, dtype=whole)
+        np.testing.assert_array_equal(mapped(as_words, signed, result=np.int64), signed)
     x = numbers(np.float32)
     np.testing.assert_array_equal(mapped(bits_of, x, result=np.uint32), x.view(np.uint32))
     np.testing.assert_array_equal(mapped(bits_of, x.view(np.uint32), result=np.float32), x)

@@ -39,7 +39,8 @@ class Again:
         size, item = planned.rows, planned.item
         self.gradients: Array | None = None
         self.size = self.room + 8 * size
-        self.offsets = np.array([*(16 * size + i * size * item for i in range(12)), 0, 8 * size], dtype=np.int64)
+        offsets = (*(16 * size + i * size * item for i in range(12)), 0, 8 * size)
+        self.fields = tuple(enumerate(offsets, slot.MAX_LOGIT))
         self.memory_words = 2 * size + -(-12 * size * item // 8)
         if problem.framework == "numpy":
             self.wide: Any = np.dtype(np.float64 if item == 8 else np.float32)
@@ -68,8 +69,11 @@ class Again:
         together = None
         if self.stats:
             memory = self.empty(self.memory_words, dtype=self.integer)
-            np.add(self.offsets, address(memory), out=desk.fields)
-            together = Together(memory, self.rows, self.wide, values=v is not None, gradients=self.gradients)
+            start = address(memory)
+            # One by one here too: a kernel has filled the caches since NumPy's addition was in them.
+            for field, offset in self.fields:
+                view[field] = start + offset
+            together = Together(memory, self.rows, self.wide, v is not None, self.gradients)
         if self.workers == 1:
             self.alone(desk.address)
         else:

@@ -13,6 +13,7 @@ from ._simd import (
     address_of,
     any_lane,
     as_indices,
+    as_words,
     at,
     count_up,
     exp2,
@@ -35,6 +36,7 @@ from ._simd import (
     store_some,
     sum_of_lanes,
     to_floating,
+    to_whole,
     where,
 )
 from ._slots import (
@@ -53,6 +55,7 @@ from ._slots import (
     INDEX_PARTS,
     KEEP,
     LEAST,
+    LEFT,
     LIMITS,
     MAXIMUM,
     MEAN,
@@ -97,6 +100,9 @@ from ._tile import (
 LN2 = float(np.log(2))
 BYTES = target().bits // 8
 
+KEYS_A_TURN = 4 if target().registers == 32 else 2
+"""Keys that a turn of the loop over weights takes: with less, LLVM reads the constants of exp2 anew in each."""
+
 MANY, FEW = uint16, uint8
 """Kernels for many rows and for few: told apart by a kind, so that neither is compiled with what the other needs."""
 
@@ -134,20 +140,21 @@ def _make_exponentials(measure: bool, hidden: bool) -> Any:
             tilt_0, tilt_1 = zero, zero
             squares_0, squares_1 = zero, zero
             spread_0, spread_1 = zero, zero
-            for j in range(0, rows, 2):
-                s_0, s_1 = load(scores, j * width + left), load(scores, (j + 1) * width + left)
-                # Not one product less another: the largest weight would not be exactly 1.
-                x_0, x_1 = maximum(low, (s_0 - reference) * factor), maximum(low, (s_1 - reference) * factor)
-                p_0, p_1 = exp2(x_0), exp2(x_1)
-                put_weights(weights, j * cell // 2 * width + left, width, p_0, p_1)
-                total_0, total_1 = total_0 + p_0, total_1 + p_1
-                if measure:
-                    tilt_0, tilt_1 = fma(p_0, x_0, tilt_0), fma(p_1, x_1, tilt_1)
-                    squares_0, squares_1 = fma(p_0, p_0, squares_0), fma(p_1, p_1, squares_1)
-                    u_0, u_1 = s_0 - mean, s_1 - mean
-                    if hidden:
-                        u_0, u_1 = where(s_0 > nothing, u_0, zero), where(s_1 > nothing, u_1, zero)
-                    spread_0, spread_1 = fma(u_0, u_0, spread_0), fma(u_1, u_1, spread_1)
+            for top in range(0, rows, KEYS_A_TURN):
+                for j in range(top, top + KEYS_A_TURN, 2):
+                    s_0, s_1 = load(scores, j * width + left), load(scores, (j + 1) * width + left)
+                    # Not one product less another: the largest weight would not be exactly 1.
+                    x_0, x_1 = maximum(low, (s_0 - reference) * factor), maximum(low, (s_1 - reference) * factor)
+                    p_0, p_1 = exp2(x_0), exp2(x_1)
+                    put_weights(weights, j * cell // 2 * width + left, width, p_0, p_1)
+                    total_0, total_1 = total_0 + p_0, total_1 + p_1
+                    if measure:
+                        tilt_0, tilt_1 = fma(p_0, x_0, tilt_0), fma(p_1, x_1, tilt_1)
+                        squares_0, squares_1 = fma(p_0, p_0, squares_0), fma(p_1, p_1, squares_1)
+                        u_0, u_1 = s_0 - mean, s_1 - mean
+                        if hidden:
+                            u_0, u_1 = where(s_0 > nothing, u_0, zero), where(s_1 > nothing, u_1, zero)
+                        spread_0, spread_1 = fma(u_0, u_0, spread_0), fma(u_1, u_1, spread_1)
             # The tile's own sums first: a long chain of additions to a large number would lose digits.
             store(state, TOTAL * width + left, load(state, TOTAL * width + left) + (total_0 + total_1))
             if measure:
@@ -202,6 +209,14 @@ def merge_moments(state: Any, width: int) -> None:
 @kernel
 def first_scores(scores: Any, width: int, n: int, first: int, stop: int, state: Any, index: Any) -> None:
     """Keep the score of each row's first visible key, if this tile has it."""
+    limits = at(index, LIMITS * width)
+    key = int64(limits[LEAST])
+    if key == int64(limits[CLEAR]):
+        # That of all rows, as it mostly is.
+        if first <= key < stop:
+            for left in range(0, width, lanes(state)):
+                store(state, FIRST_SCORE * width + left, load(scores, (key - first) * width + left))
+        return
     for i in range(n):
         key = int64(index[FIRSTS * width + i])
         if first <= key < stop and key < int64(index[STOPS * width + i]):
@@ -713,7 +728,23 @@ def forward_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any,
 def put(d: Any, field: int, row: int, x: Any, n: int, like: Any) -> None:
     """Write a field of the Reading, if anybody wants it."""
     if d[field] != 0:
-        store_some(pointer_as(like, d[field]), row, x, n)
+        own = pointer_as(like, d[field])
+        # Whole vectors without a mask, which costs more than the question.
+        if n == lanes(like):
+            store(own, row, x)
+        else:
+            store_some(own, row, x, n)
+
+
+@kernel
+def put_words(d: Any, field: int, row: int, x: Any, n: int, like: Any) -> None:
+    """The same for whole numbers."""
+    if d[field] != 0:
+        own = pointer(d[field], int64)
+        if n == lanes(like):
+            store(own, row, as_words(x))
+        else:
+            store_some(own, row, as_words(x), n)
 
 
 @kernel
@@ -763,10 +794,10 @@ def sink_factors(d: Any, panel: Any, batch: int, head: int, left: int, n: int) -
 @kernel
 def finish(d: Any, f: Any, room: Any, panel: Any, batch: int, head: int) -> None:
     """The output and the fields of the Reading of a panel."""
-    state, width, step = panel.state, panel.width, lanes(panel.state)
+    state, index, width, step = panel.state, panel.bounds, panel.width, lanes(panel.state)
     like = state
     zero, one, endless = spread_as(like, 0), spread_as(like, 1), spread_as(like, np.inf)
-    ln2 = spread_as(like, LN2)
+    ln2, no_keys = spread_as(like, LN2), spread_as(index, 0)
     row = (batch * d[slot.HEADS] + head) * d[slot.QUERIES] + panel.begin
     for left in range(0, width, step):
         n = min(step, panel.n - left)
@@ -812,17 +843,13 @@ def finish(d: Any, f: Any, room: Any, panel: Any, batch: int, head: int) -> None
             write_output(d, room, panel, batch, head, left, n, factor)
             norm = where(seen, norm_of(panel.out, width, left, d[slot.VALUE_DEPTH], factor), zero)
             put(d, slot.OUTPUT_NORM, row + left, norm, n, like)
-        if d[slot.VISIBLE_KEYS] != 0:
-            for i in range(n):
-                count = int64(state[COUNT * width + left + i])
-                if not d[slot.GENERAL]:
-                    # A float32 counts to 2²⁴; where bounds alone hide keys they say it too.
-                    index = panel.bounds
-                    count = max(int64(index[STOPS * width + left + i]) - int64(index[FIRSTS * width + left + i]), 0)
-                pointer(d[slot.VISIBLE_KEYS], int64)[row + left + i] = count
-        if d[slot.NONFINITE] != 0:
-            for i in range(n):
-                pointer(d[slot.NONFINITE], int64)[row + left + i] = 0
+        keys = to_whole(count)
+        if not d[slot.GENERAL]:
+            # A float32 counts to 2²⁴; where bounds alone hide keys they say it too.
+            keys = load(index, STOPS * width + left) - load(index, FIRSTS * width + left)
+            keys = where(keys > no_keys, keys, no_keys)
+        put_words(d, slot.VISIBLE_KEYS, row + left, keys, n, like)
+        put_words(d, slot.NONFINITE, row + left, no_keys, n, like)
         checked = magnitude(norm) + magnitude(mean) + deviation + magnitude(lean)
         sound = (total > zero) & (total < endless) & (checked < endless)
         suspect = where(seen, where(sound, zero, one), zero)
@@ -864,19 +891,22 @@ def partial_at(d: Any, like: Any, task: int, p: int, split: int) -> Any:
     step = lanes(like)
     whole = step * COLUMNS
     deep = padded(max(d[slot.VALUE_DEPTH], 0), step)
-    place = ((task * PANELS + p) * d[slot.SPLITS] + split) * (PARTS + deep) * whole
+    place = ((task * PANELS + p) * d[slot.SPLITS] + split) * (LEFT + deep) * whole
     return at(pointer_as(like, d[slot.PARTIAL]), place)
 
 
 @kernel
 def leave(d: Any, panel: Any, task: int, p: int, split: int) -> None:
-    """Keep the State over one split."""
-    step = lanes(panel.state)
+    """Keep the State over one split, and the bounds: who merges may have had other rows before."""
+    step, width = lanes(panel.state), panel.width
     own = partial_at(d, panel.state, task, p, split)
-    for i in range(0, PARTS * panel.width, step):
+    bounds = as_indices(at(own, PARTS * width))
+    for i in range(0, PARTS * width, step):
         store(own, i, load(panel.state, i))
-    for i in range(0, max(d[slot.VALUE_DEPTH], 0) * panel.width, step):
-        store(own, PARTS * panel.width + i, load(panel.out, i))
+    for i in range(0, (LEFT - PARTS) * width, step):
+        store(bounds, i, load(panel.bounds, i))
+    for i in range(0, max(d[slot.VALUE_DEPTH], 0) * width, step):
+        store(own, LEFT * width + i, load(panel.out, i))
 
 
 @kernel
@@ -909,7 +939,7 @@ def take_up(state: Any, out: Any, other: Any, width: int, depth: int) -> None:
         empty = load(state, COUNT * width + left) == zero
         store(state, FIRST_SCORE * width + left, where(empty, load(other, FIRST_SCORE * width + left), opening))
         for i in range(depth):
-            x = load(other, PARTS * width + i * width + left) * theirs
+            x = load(other, (LEFT + i) * width + left) * theirs
             store(out, i * width + left, fma(load(out, i * width + left), ours, x))
     merge_moments(state, width)
 
@@ -928,15 +958,19 @@ def merge_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any, m
     room = room_at(scratch, depth, value_depth, like, cells)
     for p in range((rows + whole - 1) // whole):
         panel = panel_at(room, begin, rows, p, depth, value_depth, like, cells)
+        width = panel.width
         for split in range(d[slot.SPLITS]):
             other = partial_at(d, like, task, p, split)
             if split == 0:
-                for i in range(0, PARTS * panel.width, step):
+                bounds = as_indices(at(other, PARTS * width))
+                for i in range(0, PARTS * width, step):
                     store(panel.state, i, load(other, i))
-                for i in range(0, value_depth * panel.width, step):
-                    store(panel.out, i, load(other, PARTS * panel.width + i))
+                for i in range(0, (LEFT - PARTS) * width, step):
+                    store(panel.bounds, i, load(bounds, i))
+                for i in range(0, value_depth * width, step):
+                    store(panel.out, i, load(other, LEFT * width + i))
             else:
-                take_up(panel.state, panel.out, other, panel.width, value_depth)
+                take_up(panel.state, panel.out, other, width, value_depth)
         finish(d, f, room, panel, batch, head)
 
 

@@ -349,7 +349,6 @@ class _Desk(threading.local):
         self.words = np.zeros(slot.WORDS, dtype=np.int64)
         self.floats = self.words.view(np.float64)
         self.view = memoryview(self.words)  # type: ignore[arg-type]
-        self.fields = self.words[slot.MAX_LOGIT : slot.NONFINITE + 1]
         self.address = address_in_memory(self.words)
         self.memory = np.empty(0, dtype=np.uint8)
         self.scratch = 0

@@ -349,6 +349,22 @@ def to_floating(_typing: Any, x: Any) -> Any:
 
 
 @intrinsic
+def to_whole(_typing: Any, x: Any) -> Any:
+    """Floating numbers as whole ones of the same width."""
+    result = _pair(x)
+    llvm_type = ir.VectorType(_element(result), x.lanes)
+    return result(x), lambda context, b, sig, args: b.fptosi(args[0], llvm_type)
+
+
+@intrinsic
+def as_words(_typing: Any, x: Any) -> Any:
+    """Whole numbers as ones of 64 bits, in two registers where they do not fit into one."""
+    result = Vector(types.int64, x.lanes)
+    llvm_type = ir.VectorType(ir.IntType(64), x.lanes)
+    return result(x), lambda context, b, sig, args: args[0] if x == result else b.sext(args[0], llvm_type)
+
+
+@intrinsic
 def bits_of(_typing: Any, x: Any) -> Any:
     """The bits of floating numbers of 32 as whole numbers, unsigned; of whole numbers as floating ones."""
     result = Vector(types.float32 if x.element == types.uint32 else types.uint32, x.lanes)

@@ -122,6 +122,8 @@ FIRSTS, STOPS, DRAW_LOW, DRAW_HIGH, LIMITS, INDEX_PARTS = range(6)
 # Of the last, four: the least first key and the greatest stop of rows that see any, then those that all rows keep to.
 LEAST, MOST, CLEAR, CLEAR_STOP = range(4)
 
+LEFT = PARTS + STOPS + 1
+"""Numbers of a row that a split of the keys leaves beside its output: its State and its bounds."""
 
 CORNER = 2 * MOST_AT_ONCE
 """Vectors in the corner of a room: a square of numbers to turn round, or a maximum and a sum of each column."""
@@ -154,4 +156,4 @@ def backward_room_bytes(step: int, number: int, depth: int, value_depth: int, ke
 
 def partial_numbers(step: int, value_depth: int) -> int:
     """Of a block of rows over one split of the keys: what `leave` keeps."""
-    return PANELS * (PARTS + padded(value_depth, step)) * step * COLUMNS
+    return PANELS * (LEFT + padded(value_depth, step)) * step * COLUMNS
