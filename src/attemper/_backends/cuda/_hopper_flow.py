@@ -225,7 +225,7 @@ def takes(call: Call, grad: Tensor) -> bool:
     return inside and call.v is not None and call.first is None and _hopper.takes(call) and copyable(grad)
 
 
-def flow(call: Call, grad: Tensor, max_logit: Tensor, largest_weight: Tensor, pull: Tensor, found: Tensor) -> None:
+def flow(call: Call, grad: Tensor, pull: Tensor, max_logit: Tensor, largest_weight: Tensor, found: Tensor) -> None:
     """Fill the gradient flow of each query row; all but q, k, v and grad are (batch, heads, queries)."""
     q, k, v = call.q, call.k, call.v
     assert v is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +74,7 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
     if not q.shape[:-1].numel():
         return output, found
     measure = 0 if wanted <= NEED_NO_SUMS else 1 if wanted <= NEED_NO_SUMS | NEED_SUMS else 2
-    hopper = _hopper()
+    hopper = _gluon("_hopper")
     with _on(q.device):
         if hopper is None or not hopper.takes(call):
             _portable(call, measure, output, wide, _fields(call, found))
@@ -106,13 +107,12 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 @cache
-def _hopper() -> Any:
-    """The kernel for Hopper; None where Triton has no Gluon, whose interface is not settled."""
+def _gluon(name: str) -> Any:
+    """A module of kernels for Hopper; None where Triton has no Gluon, whose interface is not settled."""
     try:
-        from . import _hopper as module
+        return import_module(f".{name}", __package__)
     except ImportError:
         return None
-    return module
 
 
 def _portable(
@@ -240,13 +240,18 @@ def _dots(call: Call, left: Tensor, right: Tensor, found: Tensor) -> None:
 def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) -> None:
     """The gradient flow of a plain call into `flow`; `pull` is ⟨dO, O⟩ of each row."""
     batch, heads, queries, _ = call.q.shape
+    rows = pull, saved.max_logit.contiguous(), saved.largest_weight.contiguous()
+    hopper = _gluon("_hopper_flow")
+    if hopper is not None and hopper.takes(call, grad):
+        hopper.flow(call, grad, *rows, flow)
+        return
     tile = Tiling(64, 64, 4, 2)
     sizes = _sizes(call, triton.cdiv(queries, tile.rows))
     kind = _kind(call, tile, measure=1, values=True)
     flow_kernel[(batch * heads * sizes.blocks,)](
         *(_matrix(x, call) for x in (call.q, call.k, call.v, grad)),
-        flow, pull, saved.max_logit.contiguous(), saved.largest_weight.contiguous(), *_bounds(call), call.scale, sizes,
-        kind, num_warps=tile.warps, num_stages=tile.stages,
+        flow, *rows, *_bounds(call), call.scale, sizes, kind, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 
