@@ -5,6 +5,7 @@ the device, with the host ahead of it. Writes benchmarks/results/cuda-DEVICE.jso
 """
 
 import argparse
+import functools
 import json
 import platform
 import statistics
@@ -23,10 +24,13 @@ import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from attemper import attend, read  # noqa: E402
+from attemper._backends.cuda import _launch  # noqa: E402
+from attemper._reading import MEASURED  # noqa: E402
 
 RESULTS = HERE / "results"
 TOKENS = 16384
 SUMS = ("max_logit", "logsumexp", "entropy", "collision")
+PRESSURE = tuple(name for name in MEASURED if name != "gradient_flow")
 
 
 def peer(backend):
@@ -51,8 +55,41 @@ def eager(q, k, v, causal):
     return weights.to(v.dtype) @ v, scores.amax(-1), logsumexp, entropy, weights.square().sum(-1)
 
 
+def flex(q, k, v, causal):
+    """FlexAttention, compiled, with the largest score of each row."""
+    return compiled_flex()(q, k, v, block_mask=causal_blocks(q.shape[2]) if causal else None)
+
+
+@functools.cache
+def compiled_flex():
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    aux = AuxRequest(lse=True, max_scores=True)
+    return torch.compile(lambda q, k, v, block_mask: flex_attention(q, k, v, block_mask=block_mask, return_aux=aux))
+
+
+@functools.cache
+def causal_blocks(length):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length)
+
+
 def ours(stats):
     return lambda q, k, v, causal: attend(q, k, v, is_causal=causal, stats=stats, backend="cuda")
+
+
+def portable(call):
+    """The kernels that are not for Hopper alone."""
+
+    def run(*operands):
+        keep, _launch._gluon = _launch._gluon, lambda _name: None  # noqa: SLF001
+        try:
+            return call(*operands)
+        finally:
+            _launch._gluon = keep  # noqa: SLF001
+
+    return run
 
 
 def reading(q, k, _v, causal):
@@ -93,44 +130,123 @@ def measure(dim, heads, length, causal, rounds):
     grad = torch.randn_like(q)
     plain = [x.detach() for x in (q, k, v)]
     calls = {"cudnn": cudnn, "flash": flash, "none": ours("none"), "sums": ours(SUMS), "all": ours("all")}
-    calls["read"] = reading
+    calls |= {"read": reading, "portable none": portable(ours("none")), "portable all": portable(ours("all"))}
+    if length == 8192:
+        calls["flex"] = flex
     functions = {name: (lambda call=call: call(*plain, causal)) for name, call in calls.items()}
-    for name in ("cudnn", "all"):
-        functions[f"{name}, backward too"] = backward_of(calls[name], q, k, v, causal, grad)
+    for name, call in {"cudnn": cudnn, "pressure": ours(PRESSURE), "flow": ours("all")}.items():
+        functions[f"{name}, backward too"] = backward_of(call, q, k, v, causal, grad)
+    functions["flow, backward too, own"] = deterministic(backward_of(ours("all"), q, k, v, causal, grad))
     found = dict(zip(functions, seconds(list(functions.values()), rounds), strict=True))
+    row = {"head_dim": dim, "heads": heads, "length": length, "causal": causal, "seconds": found}
     if length == 8192:
         found["eager"] = seconds([lambda: eager(*plain, causal)], 3, inner=1)[0]
-    return {"head_dim": dim, "heads": heads, "length": length, "causal": causal, "seconds": found}
+        row["bytes"] = {name: extra_bytes(lambda call=call: call(*plain, causal)) for name, call in
+                        {"eager": eager, "all": ours("all"), "cudnn": cudnn}.items()}  # fmt: skip
+    return row
+
+
+def deterministic(function):
+    """With gradients by our own kernels, which add in a fixed order."""
+
+    def run():
+        torch.use_deterministic_algorithms(True)
+        try:
+            return function()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run
+
+
+def extra_bytes(function):
+    """The most memory at once that a call takes beyond what was there, its results included."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def rand(*shape):
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def windows_and_groups(dim, heads, rounds):
+    q, k, v = (rand(1, heads, TOKENS, dim) for _ in range(3))
+    few = [x[:, : heads // 4].contiguous() for x in (k, v)]
+    causal = functools.partial(attend, is_causal=True, backend="cuda")
+    whole, window, grouped = seconds(
+        [
+            lambda: causal(q, k, v),
+            lambda: causal(q, k, v, window=(1023, 0)),
+            lambda: causal(q, *few, enable_gqa=True),
+        ],
+        rounds,
+    )
+    return [
+        {"what": "window of 1024 in 16384, causal", "head_dim": dim, "times as fast": whole / window},
+        {"what": "grouped heads, 4 to 1, causal", "head_dim": dim, "times as fast": whole / grouped},
+    ]
+
+
+def decoding(rounds):
+    q, k, v = rand(16, 32, 1, 128), rand(16, 8, 32768, 128), rand(16, 8, 32768, 128)
+    block = torch.empty(2**31, dtype=torch.int8, device="cuda")
+    decode, copy = seconds(
+        [lambda: attend(q, k, v, enable_gqa=True, backend="cuda"), lambda: block[: 2**30].copy_(block[2**30 :])], rounds
+    )
+    rate = 2 * k.numel() * k.element_size() / decode
+    what = "decode, 1 query and 32768 keys, batch 16, heads 32 / 8"
+    return {"what": what, "head_dim": 128, "bytes per second": rate, "of a copy": rate / (2**31 / copy)}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="2048,8192,16384")
+    parser.add_argument("--dims", default="128,64")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-special", dest="special", action="store_false", help="no windows, groups and decoding")
+    parser.add_argument("--to", type=Path, help="where to write instead")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA GPU here.")
     rows = []
     for dim, heads in ((128, 16), (64, 32)):
+        if str(dim) not in given.dims.split(","):
+            continue
         for length in map(int, given.lengths.split(",")):
             for causal in (False, True):
                 row = measure(dim, heads, length, causal, given.rounds)
                 rows.append(row)
                 times = row["seconds"]
                 ratios = "  ".join(f"{n} {times['cudnn'] / t:.2f}" for n, t in times.items() if "backward" not in n)
-                both = times["cudnn, backward too"] / times["all, backward too"]
+                both = "  ".join(
+                    f"{n} {times['cudnn, backward too'] / t:.2f}" for n, t in times.items() if "backward" in n
+                )
                 kind = "causal" if causal else "full"
-                print(f"d {dim} n {length} {kind}: {ratios}  backward too {both:.2f}", file=sys.stderr, flush=True)
+                print(f"d {dim} n {length} {kind}: {ratios}  | {both}", file=sys.stderr, flush=True)
+    more = []
+    if given.special:
+        more = [*windows_and_groups(128, 16, given.rounds), *windows_and_groups(64, 32, given.rounds)]
+        more.append(decoding(given.rounds))
+    for row in more:
+        print(row, file=sys.stderr, flush=True)
     name = torch.cuda.get_device_name()
     import triton
 
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    versions["cudnn"] = torch.backends.cudnn.version()
     record = {
         "device": name,
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "versions": versions,
+        "rounds": given.rounds,
         "rows": rows,
+        "special": more,
     }
-    path = RESULTS / f"cuda-{name.lower().replace(' ', '-')}.json"
+    path = given.to or RESULTS / f"cuda-{name.lower().replace(' ', '-')}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(f"wrote {path}", file=sys.stderr)
 

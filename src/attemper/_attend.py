@@ -21,6 +21,7 @@ BACKENDS = ("reference", "numpy", "torch", "cpu", "cuda", "identities")
 """Every backend, by the name of its module."""
 
 HAS_NUMBA = find_spec("numba") is not None
+HAS_TRITON = find_spec("triton") is not None
 """Asked once, for a compiler does not follow the question."""
 
 NEED_TORCH = ("torch", "cuda", "identities")
@@ -434,8 +435,12 @@ def _pick(problem: Problem, backend: str) -> tuple[str, Any]:
 
 def _best(problem: Problem) -> str:
     """What `backend="auto"` takes: compiled kernels where there are any, for a small problem too; else plain tiles."""
-    on_cpu = problem.framework == "numpy" or problem.q.device.type == "cpu"
-    return "cpu" if on_cpu and HAS_NUMBA else problem.framework
+    place = "cpu" if problem.framework == "numpy" else problem.q.device.type
+    if place == "cpu" and HAS_NUMBA:
+        return "cpu"
+    if place == "cuda" and HAS_TRITON and _backend("cuda", problem.framework).unsupported(problem) is None:
+        return "cuda"
+    return problem.framework
 
 
 def _backend(name: str, framework: str) -> Any:
