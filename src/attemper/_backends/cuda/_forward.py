@@ -21,6 +21,7 @@ from ._tile import (
     draws_of_rows,
     load_keys,
     load_rows,
+    load_tile,
     mask_of_tile,
     mask_rows,
     open_rows,
@@ -57,6 +58,8 @@ class State(NamedTuple):
     weighted: Any
     awry: Any
     """Of each output, with care: 1 if ∞ reached it, 2 if −∞ did, 4 if NaN did."""
+    moved: Any
+    """What the scores of clear tiles add up to, less the mean; the mean and the count are those of other tiles yet."""
 
 
 class Fields(NamedTuple):
@@ -82,7 +85,7 @@ class Known(NamedTuple):
     """Of the rows of a block, what their scores need."""
 
     factor: Any
-    """From q·k to exponents of 2; never below 0: a negative scale turns q round."""
+    """From q·k to exponents of 2."""
     mask: Any
     draw_low: Any
     draw_high: Any
@@ -106,58 +109,47 @@ def fresh(BM: tl.constexpr, DV: tl.constexpr):
         lowest,
         tl.zeros([BM, DV], tl.float32),
         tl.zeros([BM, DV], tl.int32),
+        zero,
     )
 
 
 @triton.jit
 def visit(
     state, start, q, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind: tl.constexpr,
-    HIDDEN: tl.constexpr, CAREFUL: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys of one tile into the State; HIDDEN: some row may not see all of them."""
+    """Take the keys of one tile into the State."""
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
     DV: tl.constexpr = kind.value_depth
     own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
-    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
-    key = start + tl.arange(0, BN)
-    seen = tl.full([BM, BN], True, tl.int1)
-    if HIDDEN:
-        seen = (rows.low[:, None] <= key[None, :]) & (key[None, :] < rows.high[:, None])
-    unit = known.factor
+    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind) * known.factor[:, None]
     raw = scores
-    if HIDDEN:
-        # The scale cannot wait: what follows is not linear, and 0 · −inf is no score.
-        scores = scores * unit[:, None]
-        raw = scores
-        unit = tl.full([BM], 1.0, tl.float32)
-        if kind.softcap:
-            scores = softcap * LOG2E * tanh(scores * (LN2 / softcap))
-        if kind.mask != NO_MASK:
-            added, shown = mask_of_tile(masked, known.mask, key, seen, kind.mask)
-            seen = seen & shown
-            if kind.mask == BIAS:
-                scores = scores + added * LOG2E
-        scores = tl.where(seen, scores, float("-inf"))
-    best = tl.maximum(state.maximum, tl.max(scores, 1) * unit)
+    key = start + tl.arange(0, BN)
+    seen = (rows.low[:, None] <= key[None, :]) & (key[None, :] < rows.high[:, None])
+    if kind.softcap:
+        scores = softcap * LOG2E * tanh(scores * (LN2 / softcap))
+    if kind.mask != NO_MASK:
+        added, shown = mask_of_tile(masked, known.mask, key, seen, kind.mask)
+        seen = seen & shown
+        if kind.mask == BIAS:
+            scores = scores + added * LOG2E
+    scores = tl.where(seen, scores, float("-inf"))
+    best = tl.maximum(state.maximum, tl.max(scores, 1))
     if CAREFUL:
         # A maximum passes over a NaN.
         broken = tl.max(tl.where(scores != scores, 1, 0), 1) > 0
         best = tl.where(broken | (state.maximum != state.maximum), float("nan"), best)
-    reference = best
-    if HIDDEN or CAREFUL:
-        reference = tl.where(best == float("-inf"), 0.0, best)
-    apart = scores * unit[:, None] - reference[:, None]
+    reference = tl.where(best == float("-inf"), 0.0, best)
+    apart = scores - reference[:, None]
     power = tl.exp2(apart)
     # A row that saw nothing yet is at −inf, and nothing is kept of nothing.
     shift = tl.where(state.total > 0, state.maximum - reference, float("-inf"))
     keep = tl.exp2(shift)
     tilt, squares = state.tilt, state.squares
     if kind.measure >= SUMS:
-        leaning = power * apart
-        if HIDDEN or CAREFUL:
-            leaning = tl.where(power == 0, 0.0, leaning)
+        leaning = tl.where(power == 0, 0.0, power * apart)
         before = tl.where(state.total > 0, shift, 0.0) * state.total
         tilt = (tilt + before) * keep + tl.sum(leaning, 1)
         squares = squares * (keep * keep) + tl.sum(power * power, 1)
@@ -165,38 +157,33 @@ def visit(
     if CAREFUL:
         total = tl.where(state.total != state.total, state.total, total)
     count, mean, spread = state.count, state.mean, state.spread
-    here = tl.full([BM], BN, tl.float32)
-    if HIDDEN:
-        if kind.mask == NO_MASK:
-            span = tl.minimum(rows.high, start + BN) - tl.maximum(rows.low, start)
-            here = tl.maximum(span, 0).to(tl.float32)
-        else:
-            here = tl.sum(tl.where(seen, 1.0, 0.0), 1)
-    if kind.measure >= MOMENTS:
-        # Two passes over the tile: the sum of squares alone would cancel when the mean is large.
-        middle = tl.sum(tl.where(seen, scores, 0.0), 1) / tl.maximum(here, 1.0)
-        off = tl.where(seen, scores - middle[:, None], 0.0)
-        tile_mean = middle * unit
-        whole = tl.maximum(count + here, 1.0)
-        gap = tl.where((count > 0) & (here > 0) & (tile_mean != mean), tile_mean - mean, 0.0)
-        spread = spread + tl.sum(off * off, 1) * (unit * unit) + gap * gap * count * (here / whole)
-        mean = mean * (count / whole) + tile_mean * (here / whole)
+    if kind.mask == NO_MASK:
+        span = tl.minimum(rows.high, start + BN) - tl.maximum(rows.low, start)
+        here = tl.maximum(span, 0).to(tl.float32)
+    else:
+        here = tl.sum(tl.where(seen, 1.0, 0.0), 1)
     highest, opening, opening_score = state.highest, state.opening, state.opening_score
     if kind.measure >= MOMENTS:
+        # Two passes over the tile: the sum of squares alone would cancel when the mean is large.
+        tile_mean = tl.sum(tl.where(seen, scores, 0.0), 1) / tl.maximum(here, 1.0)
+        off = tl.where(seen, scores - tile_mean[:, None], 0.0)
+        whole = tl.maximum(count + here, 1.0)
+        gap = tl.where((count > 0) & (here > 0) & (tile_mean != mean), tile_mean - mean, 0.0)
+        spread = spread + tl.sum(off * off, 1) + gap * gap * count * (here / whole)
+        mean = mean * (count / whole) + tile_mean * (here / whole)
         if kind.softcap or kind.mask == BIAS:
             highest = tl.maximum(highest, tl.max(tl.where(seen, raw, float("-inf")), 1))
             if CAREFUL:
                 broken = tl.max(tl.where(seen & (raw != raw), 1, 0), 1) > 0
                 highest = tl.where(broken | (state.highest != state.highest), float("nan"), highest)
-        if HIDDEN:
-            if kind.mask == NO_MASK:
-                within = (rows.low >= start) & (rows.low < tl.minimum(rows.high, start + BN))
-                where = tl.where(within, rows.low, NO_KEY)
-            else:
-                where = tl.min(tl.where(seen, key[None, :], NO_KEY), 1)
-            score = tl.max(tl.where(key[None, :] == where[:, None], scores, float("-inf")), 1)
-            opening_score = tl.where(where < opening, score, opening_score)
-            opening = tl.minimum(opening, where)
+        if kind.mask == NO_MASK:
+            within = (rows.low >= start) & (rows.low < tl.minimum(rows.high, start + BN))
+            where = tl.where(within, rows.low, NO_KEY)
+        else:
+            where = tl.min(tl.where(seen, key[None, :], NO_KEY), 1)
+        score = tl.max(tl.where(key[None, :] == where[:, None], scores, float("-inf")), 1)
+        opening_score = tl.where(where < opening, score, opening_score)
+        opening = tl.minimum(opening, where)
     weighted, awry = state.weighted, state.awry
     if kind.values:
         values = load_keys(v, rows.batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
@@ -215,8 +202,44 @@ def visit(
             values = tl.where(tl.abs(wide) < float("inf"), wide, 0.0).to(values.dtype)
         weighted = product(power.to(values.dtype), values, weighted * keep[:, None], kind)
     return State(
-        best, total, tilt, squares, count + here, mean, spread, highest, opening, opening_score, weighted, awry
-    )
+        best, total, tilt, squares, count + here, mean, spread, highest, opening, opening_score, weighted, awry,
+        state.moved,
+    )  # fmt: skip
+
+
+@triton.jit
+def visit_clear(state, start, q, k, v, k_head, rows, factor, sizes, kind: tl.constexpr):
+    """Likewise where all rows see all keys of the tile, nothing but the scale comes between products and scores, and
+    the scale is not below 0."""
+    BM: tl.constexpr = kind.rows
+    BN: tl.constexpr = kind.keys
+    D: tl.constexpr = kind.depth
+    DV: tl.constexpr = kind.value_depth
+    own = load_tile(k, rows.batch, k_head, start, sizes.depth, BN, D)
+    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
+    best = tl.maximum(state.maximum, tl.max(scores, 1) * factor)
+    apart = scores * factor[:, None] - best[:, None]
+    power = tl.exp2(apart)
+    shift = tl.where(state.total > 0, state.maximum - best, 0.0)
+    keep = tl.exp2(shift)
+    tilt, squares, spread, moved = state.tilt, state.squares, state.spread, state.moved
+    if kind.measure >= SUMS:
+        tilt = (tilt + shift * state.total) * keep + tl.sum(power * apart, 1)
+        squares = squares * (keep * keep) + tl.sum(power * power, 1)
+    total = state.total * keep + tl.sum(power, 1)
+    if kind.measure >= MOMENTS:
+        # About the mean of the tiles before: about 0 the sum of squares would cancel when the mean is large.
+        off = scores * factor[:, None] - state.mean[:, None]
+        moved += tl.sum(off, 1)
+        spread += tl.sum(off * off, 1)
+    weighted = state.weighted
+    if kind.values:
+        values = load_tile(v, rows.batch, k_head, start, sizes.value_depth, BN, DV)
+        weighted = product(power.to(values.dtype), values, weighted * keep[:, None], kind)
+    return State(
+        best, total, tilt, squares, state.count, state.mean, spread, state.highest, state.opening, state.opening_score,
+        weighted, state.awry, moved,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -291,7 +314,7 @@ def finish(
 
 @triton.jit
 def open_block(begin, batch, head, first, stop, scale, sizes, masked, dropped, kind: tl.constexpr):
-    """The rows of a block, and what their scores need; the factor still has the sign of the scale."""
+    """The rows of a block, and what their scores need."""
     BM: tl.constexpr = kind.rows
     rows = open_rows(begin, batch, head, first, stop, sizes, BM, kind.bounded)
     factor = tl.load(scale + batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=rows.there, other=0.0)
@@ -303,10 +326,18 @@ def open_block(begin, batch, head, first, stop, scale, sizes, masked, dropped, k
 
 
 @triton.jit
-def with_highest(state, highest):
+def close(state, clear, kind: tl.constexpr):
+    """The State with what is still missing: the keys of clear tiles in its count, and in its mean."""
+    highest = state.highest
+    if kind.mask != BIAS and not kind.softcap:
+        highest = state.maximum
+    count = state.count + clear
+    move = state.moved / tl.maximum(count, 1.0)
+    spread = state.spread - state.moved * move
+    spread = tl.where(spread < 0, 0.0, spread)
     return State(
-        state.maximum, state.total, state.tilt, state.squares, state.count, state.mean, state.spread, highest,
-        state.opening, state.opening_score, state.weighted, state.awry,
+        state.maximum, state.total, state.tilt, state.squares, count, state.mean + move, spread, highest, state.opening,
+        state.opening_score, state.weighted, state.awry, state.moved,
     )  # fmt: skip
 
 
@@ -335,40 +366,39 @@ def forward_kernel(
     k_head = head // sizes.group
     rows, known = open_block(turn * kind.rows, batch, head, first, stop, scale, sizes, masked, dropped, kind)
     own = load_rows(q, rows, sizes.depth, D)
-    # So that the largest product is the largest score.
-    own = tl.where((known.factor < 0)[:, None], -own.to(tl.float32), own.to(tl.float32)).to(own.dtype)
-    known = Known(tl.abs(known.factor), known.mask, known.draw_low, known.draw_high)
     least, most, clear, clear_stop = range_of_block(rows, sizes.keys)
     if kind.split:
         share = tl.cdiv(tl.cdiv(sizes.keys, sizes.splits), BN) * BN
         least, most = tl.maximum(least, split * share), tl.minimum(most, (split + 1) * share)
     least = least // BN * BN
     state = fresh(kind.rows, kind.value_depth)
+    passed = 0
     if kind.softcap or kind.mask != NO_MASK or kind.dropout or CAREFUL:
         for start in tl.range(least, most, BN):
             state = visit(
-                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, True, CAREFUL
+                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, CAREFUL
             )  # fmt: skip
     else:
-        # Whole tiles that all rows see go without a mask; then the ends, before and behind them.
+        # Whole tiles that all rows see go without a mask; but first the ends, before and behind them.
         if kind.measure >= MOMENTS:
-            # The tile with a row's first key is among those that are looked at more closely.
-            clear += 1
+            # A row's first tile is among those that are looked at more closely.
+            clear = tl.maximum(clear + 1, least + BN)
         inner = tl.minimum(tl.maximum(tl.cdiv(clear, BN) * BN, least), most)
         end = tl.maximum(tl.minimum(clear_stop, most) // BN * BN, inner)
-        for start in tl.range(inner, end, BN):
-            state = visit(
-                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, False, CAREFUL
-            )  # fmt: skip
+        # Below 0 the largest product is the smallest score; and the places in a tile are to fit into 32 bits.
+        if (tl.min(known.factor, 0) < 0) | (tl.maximum(k.row, v.row) >= 2**31 // BN - D):
+            end = inner
         before = tl.cdiv(inner - least, BN)
         behind = tl.cdiv(tl.maximum(most - end, 0), BN)
-        for i in tl.range(0, before + behind, num_stages=1):
+        for i in tl.range(0, before + behind):
             start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
             state = visit(
-                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, True, CAREFUL
+                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, CAREFUL
             )  # fmt: skip
-    if kind.mask != BIAS and not kind.softcap:
-        state = with_highest(state, state.maximum)
+        for start in tl.range(inner, end, BN):
+            state = visit_clear(state, start, own, k, v, k_head, rows, known.factor, sizes, kind)
+        passed = end - inner
+    state = close(state, passed, kind)
     if kind.split:
         leave(state, partial, block, split, sizes, kind)
     else:
@@ -439,7 +469,7 @@ def merge_kernel(
             weighted = weighted * keep[:, None] + tl.load(base + place) * take[:, None]
         state = State(
             best, state.total * keep + total * take, tilt, squares, state.count + here, mean, spread, highest,
-            tl.minimum(state.opening, where), opening_score, weighted, state.awry,
+            tl.minimum(state.opening, where), opening_score, weighted, state.awry, state.moved,
         )  # fmt: skip
     finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
 

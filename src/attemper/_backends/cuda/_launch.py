@@ -35,10 +35,12 @@ class Tiling(NamedTuple):
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
+    """At most, of a thread: where two blocks on a processor gain more than some spilled numbers cost."""
 
 
-def tiling(call: Call, depth: int, rows: int) -> Tiling:
-    """The tiles of a forward pass for a depth and the rows that share their keys."""
+def tiling(call: Call, depth: int, rows: int, measure: int) -> Tiling:
+    """The tiles of a forward pass for a depth, the rows that share their keys, and how much is measured."""
     few = rows <= 16
     if call.q.dtype == torch.float32:
         return Tiling(16 if few else 32 if depth > 64 else 64, 32 if depth <= 64 else 16, 4, 2 if depth <= 64 else 1)
@@ -49,9 +51,22 @@ def tiling(call: Call, depth: int, rows: int) -> Tiling:
         return Tiling(64, 64 if depth <= 64 else 32, 4, 2)
     if rows <= 64:
         return Tiling(64, 64, 4, 2)
+    if depth > 128:
+        return Tiling(64, 32, 4, 2)
+    if measure < 2:
+        return Tiling(128, 64, 8, 3 if depth <= 64 else 2, 128)
     if depth <= 64:
         return Tiling(128, 64, 4, 3)
-    return Tiling(128, 64, 8, 2) if depth <= 128 else Tiling(64, 32, 4, 2)
+    # 224 KiB of shared memory, or 96.
+    return Tiling(128, 128, 8, 3) if _shared_memory(call.q.device) >= 227 * 1024 else Tiling(128, 64, 8, 2)
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a block may have."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def backward_tiling(call: Call, depth: int) -> Tiling:
@@ -130,7 +145,7 @@ def _portable(
     value_dim = 0 if call.v is None else call.v.shape[3]
     deep, value_deep = _power(depth), _power(value_dim)
     stack = call.group if queries < HOPPER_ROWS else 1
-    tile = tiling(call, max(deep, value_deep), stack * queries)
+    tile = tiling(call, max(deep, value_deep), stack * queries, measure)
     if marks is not None:
         tile = Tiling(HOPPER_ROWS, 64 if deep <= 64 else 32, 4, 1)
     blocks = triton.cdiv(stack * queries, tile.rows)
@@ -152,6 +167,7 @@ def _portable(
         forward_kernel[(programs * splits,)](
             q, k, v, *shared, softcap, masked, dropped, sizes, out, full, fields, marks, partial,
             kind._replace(split=splits > 1), CAREFUL=False, num_warps=tile.warps, num_stages=tile.stages,
+            maxnreg=tile.registers,
         )  # fmt: skip
     elif complete:
         complete_kernel[(programs,)](q, k, *shared, sizes, fields, kind)

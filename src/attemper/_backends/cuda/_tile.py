@@ -182,6 +182,17 @@ def load_keys(matrix, batch, head, start, keys, depth, BN: tl.constexpr, D: tl.c
 
 
 @triton.jit
+def load_tile(matrix, batch, head, start, depth, BN: tl.constexpr, D: tl.constexpr):
+    """Likewise where no key is beyond the last, and the tile spans less than 2³¹ numbers."""
+    component = tl.arange(0, D)
+    base = matrix.data + batch.to(tl.int64) * matrix.batch + head.to(tl.int64) * matrix.head
+    # Where the tile begins is one number for all threads, and where they read in it is the same for all tiles.
+    place = (tl.arange(0, BN) * matrix.row)[:, None] + component[None, :]
+    inside = (component < depth)[None, :]
+    return tl.load(base + tl.full([], start, tl.int64) * matrix.row + place, mask=inside, other=0.0)
+
+
+@triton.jit
 def write_keys(matrix, x, batch, head, start, keys, depth, BN: tl.constexpr, D: tl.constexpr):
     key, component = start + tl.arange(0, BN), tl.arange(0, D)
     base = matrix.data + batch.to(tl.int64) * matrix.batch + head.to(tl.int64) * matrix.head
