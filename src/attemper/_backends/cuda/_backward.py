@@ -22,14 +22,16 @@ from ._tile import (
     NO_MASK,
     across,
     draws_of_rows,
+    far_apart,
     load_keys,
     load_rows,
+    load_tile,
     mask_of_tile,
     mask_rows,
-    open_rows,
     place_of_rows,
     product,
     range_of_block,
+    rows_of_head,
     survivors,
     tanh,
     write_keys,
@@ -60,7 +62,7 @@ class Line(NamedTuple):
     low: Any
     high: Any
     factor: Any
-    """The scale."""
+    """The scale, of all rows."""
     mask: Any
     draw_low: Any
     draw_high: Any
@@ -83,7 +85,7 @@ def pull_kernel(grad, out, pull, ranges, first, stop, sizes, kind: tl.constexpr)
     turn = block % sizes.blocks
     unit = block // sizes.blocks
     batch, head = unit // sizes.heads, unit % sizes.heads
-    rows = open_rows(turn * BM, batch, head, first, stop, sizes, BM, kind.bounded)
+    rows = rows_of_head(turn * BM, batch, head, first, stop, sizes, BM, kind.bounded)
     least, most, clear, clear_stop = range_of_block(rows, sizes.keys)
     if head == 0:
         place = ranges + (batch * sizes.blocks + turn) * 4
@@ -101,24 +103,24 @@ def pull_kernel(grad, out, pull, ranges, first, stop, sizes, kind: tl.constexpr)
 def open_line(rows, scale, constants, sizes, masked, dropped, kind: tl.constexpr):
     """What the rows of a block of queries need."""
     BM: tl.constexpr = kind.rows
-    there, row = rows.there, place_of_rows(rows, sizes)
-    factor = tl.load(scale + rows.batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=there, other=0.0)
+    there, head = rows.there, (rows.batch.to(tl.int64) * sizes.heads + rows.head) * sizes.queries
+    factor = tl.load(scale + rows.batch * sizes.scale_batch + rows.head * sizes.scale_head)
     draw_low = tl.zeros([BM], tl.uint32)
     draw_high = tl.zeros([BM], tl.uint32)
     if kind.dropout:
         draw_low, draw_high = draws_of_rows(dropped, rows, sizes)
-    reference = tl.load(constants.max_logit + row, mask=there, other=0.0) * LOG2E
+    reference = tl.load(constants.max_logit + head + rows.query, mask=there, other=0.0) * LOG2E
     reference = tl.where(reference == float("-inf"), 0.0, reference)
-    peak = tl.load(constants.peak + row, mask=there, other=0.0)
-    share = tl.load(constants.share + row, mask=there, other=0.0)
-    pull = tl.load(constants.pull + row, mask=there, other=0.0)
+    peak = tl.load(constants.peak + head + rows.query, mask=there, other=0.0)
+    share = tl.load(constants.share + head + rows.query, mask=there, other=0.0)
+    pull = tl.load(constants.pull + head + rows.query, mask=there, other=0.0)
     pivot, level, slope, bend = pull, pull, pull, pull
     if kind.sinks:
-        pivot = tl.load(constants.pivot + row, mask=there, other=0.0)
+        pivot = tl.load(constants.pivot + head + rows.query, mask=there, other=0.0)
     if kind.extra:
-        level = tl.load(constants.level + row, mask=there, other=0.0)
-        slope = tl.load(constants.slope + row, mask=there, other=0.0)
-        bend = tl.load(constants.bend + row, mask=there, other=0.0)
+        level = tl.load(constants.level + head + rows.query, mask=there, other=0.0)
+        slope = tl.load(constants.slope + head + rows.query, mask=there, other=0.0)
+        bend = tl.load(constants.bend + head + rows.query, mask=there, other=0.0)
     places = mask_rows(masked, rows, kind.mask)
     return Line(
         rows.low,
@@ -147,7 +149,7 @@ def weights_of_tile(
     if HIDDEN:
         own = across(key, not TURNED)
         seen = (across(line.low, TURNED) <= own) & (own < across(line.high, TURNED))
-    scores = qk * across(line.factor * LOG2E, TURNED)
+    scores = qk * (line.factor * LOG2E)
     steep = scores
     if kind.softcap:
         bent = tanh(scores * (LN2 / softcap))
@@ -166,18 +168,18 @@ def weights_of_tile(
 
 @triton.jit
 def to_scores(
-    power, scores, to_weights, seen, line, kind: tl.constexpr, HIDDEN: tl.constexpr, TURNED: tl.constexpr
+    power, scores, to_weights, seen, line, times, kind: tl.constexpr, HIDDEN: tl.constexpr, TURNED: tl.constexpr
 ):  # fmt: skip
-    """DS of a tile."""
+    """DS of a tile, times a number."""
     found = tl.zeros(power.shape, tl.float32)
     if kind.values:
-        found = power * across(line.share, TURNED) * (to_weights - across(line.pull, TURNED))
+        found = power * across(line.share, TURNED) * (to_weights * times - across(line.pull * times, TURNED))
     if kind.extra:
         own = power * across(line.peak, TURNED)
         bent = across(line.level, TURNED) + across(line.slope, TURNED) * (scores * LN2)
         bent = bent + across(line.bend, TURNED) * own
         # A weight of 0 passes nothing on, even of an infinite score.
-        found = found + tl.where(own == 0, 0.0, own * bent)
+        found = found + tl.where(own == 0, 0.0, own * bent * times)
     if HIDDEN:
         found = tl.where(seen, found, 0.0)
     return found
@@ -201,12 +203,18 @@ def visit_keys(
     D: tl.constexpr = kind.depth
     DV: tl.constexpr = kind.value_depth
     key = start + tl.arange(0, BN)
-    own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
+    if HIDDEN:
+        own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
+    else:
+        own = load_tile(k, rows.batch, k_head, start, sizes.depth, BN, D)
     qk = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
     power, scores, steep, seen = weights_of_tile(qk, key, line, masked, softcap, kind, HIDDEN, False)
     to_weights = qk
     if kind.values:
-        values = load_keys(v, rows.batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
+        if HIDDEN:
+            values = load_keys(v, rows.batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
+        else:
+            values = load_tile(v, rows.batch, k_head, start, sizes.value_depth, BN, DV)
         to_weights = product(grad, values.T, tl.zeros([BM, BN], tl.float32), kind)
         if kind.dropout:
             kept = survivors(line.draw_low, line.draw_high, key, dropped.threshold)
@@ -223,7 +231,7 @@ def visit_keys(
                 leaning += tl.sum(pushed, 1)
             if kind.mask != NO_MASK:
                 counted += tl.sum(tl.where(seen, 1.0, 0.0), 1)
-    found = to_scores(power, scores, to_weights, seen, line, kind, HIDDEN, False)
+    found = to_scores(power, scores, to_weights, seen, line, 1.0, kind, HIDDEN, False)
     if kind.to_mask:
         places = mask_rows(to_mask, rows, kind.mask)[:, None] + key.to(tl.int64)[None, :] * to_mask.key
         tl.atomic_add(to_mask.mask + places, found, mask=seen & rows.there[:, None], sem="relaxed")
@@ -252,7 +260,7 @@ def to_queries_kernel(
     unit = program // sizes.blocks
     batch, head = unit // sizes.heads, unit % sizes.heads
     k_head = head // sizes.group
-    rows = open_rows(turn * BM, batch, head, first, stop, sizes, BM, kind.bounded)
+    rows = rows_of_head(turn * BM, batch, head, first, stop, sizes, BM, kind.bounded)
     line = open_line(rows, scale, constants, sizes, masked, dropped, kind)
     own = load_rows(q, rows, sizes.depth, D)
     arriving = own
@@ -272,6 +280,8 @@ def to_queries_kernel(
     else:
         inner = tl.minimum(tl.maximum(tl.cdiv(clear, BN) * BN, least), most)
         end = tl.maximum(tl.minimum(clear_stop, most) // BN * BN, inner)
+        if far_apart(k, v, BN):
+            end = inner
         for start in tl.range(inner, end, BN):
             found, moved, around, weighed, leaning, counted = visit_keys(
                 start, found, moved, around, weighed, leaning, counted, own, arriving, k, v, k_head, rows, line, masked,
@@ -279,7 +289,7 @@ def to_queries_kernel(
             )  # fmt: skip
         before = tl.cdiv(inner - least, BN)
         behind = tl.cdiv(tl.maximum(most - end, 0), BN)
-        for i in tl.range(0, before + behind, num_stages=1):
+        for i in tl.range(0, before + behind):
             start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
             found, moved, around, weighed, leaning, counted = visit_keys(
                 start, found, moved, around, weighed, leaning, counted, own, arriving, k, v, k_head, rows, line, masked,
@@ -299,7 +309,7 @@ def to_queries_kernel(
             weighed = weighed - leaning * leaning
         # NaN where there was nothing to share.
         tl.store(flow + row, tl.where(spread > 0, weighed * count / spread, float("nan")), mask=rows.there)
-    write_rows(to_q, found * line.factor[:, None], rows, sizes.depth, D)
+    write_rows(to_q, found * line.factor, rows, sizes.depth, D)
 
 
 @triton.jit
@@ -312,14 +322,20 @@ def visit_rows(
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
     DV: tl.constexpr = kind.value_depth
-    rows = open_rows(begin, batch, head, first, stop, sizes, BM, kind.bounded)
+    rows = rows_of_head(begin, batch, head, first, stop, sizes, BM, kind.bounded)
     line = open_line(rows, scale, constants, sizes, masked, dropped, kind)
-    own = load_rows(q, rows, sizes.depth, D)
+    if HIDDEN:
+        own = load_keys(q, batch, head, begin, sizes.queries, sizes.depth, BM, D)
+    else:
+        own = load_tile(q, batch, head, begin, sizes.depth, BM, D)
     qk = product(k, own.T, tl.zeros([BN, BM], tl.float32), kind)
     power, scores, steep, seen = weights_of_tile(qk, key, line, masked, softcap, kind, HIDDEN, True)
     to_weights = qk
     if kind.values:
-        arriving = load_rows(grad, rows, sizes.value_depth, DV)
+        if HIDDEN:
+            arriving = load_keys(grad, batch, head, begin, sizes.queries, sizes.value_depth, BM, DV)
+        else:
+            arriving = load_tile(grad, batch, head, begin, sizes.value_depth, BM, DV)
         to_weights = product(v, arriving.T, tl.zeros([BN, BM], tl.float32), kind)
         share = power * line.share[None, :]
         if HIDDEN:
@@ -332,12 +348,11 @@ def visit_rows(
             to_weights = tl.where(kept, to_weights * (1 / sizes.kept), 0.0)
             share = tl.where(kept, share * (1 / sizes.kept), 0.0)
         to_v = product(share.to(arriving.dtype), arriving, to_v, kind)
-    found = to_scores(power, scores, to_weights, seen, line, kind, HIDDEN, True)
+    found = to_scores(power, scores, to_weights, seen, line, line.factor, kind, HIDDEN, True)
     if kind.softcap:
         found = found * steep
         if HIDDEN:
             found = tl.where(seen, found, 0.0)
-    found = found * line.factor[None, :]
     if HIDDEN:
         own = sound(own)
     to_k = product(found.to(own.dtype), own, to_k, kind)
@@ -373,35 +388,36 @@ def to_keys_kernel(
         begin = tl.where(meets, tl.minimum(begin, i), begin)
         end = tl.where(meets, i + 1, end)
         whole = meets & (tl.load(place + 2) <= start) & (tl.load(place + 3) >= start + BN)
+        whole = whole & ((i + 1) * BM <= sizes.queries)
         inner = tl.where(whole, tl.minimum(inner, i), inner)
         outer = tl.where(whole, i + 1, outer)
         clear += whole.to(tl.int32)
     end = tl.maximum(begin, end)
     # All of them in one run, or none.
     clear = tl.where(clear == outer - inner, clear, 0)
-    if kind.softcap or kind.mask != NO_MASK or kind.dropout:
+    if kind.softcap or kind.mask != NO_MASK or kind.dropout or far_apart(q, grad, BM):
         clear = clear * 0
     inner = tl.where(clear > 0, inner, begin)
     outer = tl.where(clear > 0, outer, begin)
     for_k = tl.zeros([BN, D], tl.float32)
     for_v = tl.zeros([BN, DV], tl.float32)
-    if not (kind.softcap or kind.mask != NO_MASK or kind.dropout):
-        # One stage: Triton 3.6 fails to compile this loop with more.
-        for i in tl.range(0, sizes.group * clear, num_stages=1):
-            head = k_head * sizes.group + i // clear
-            for_k, for_v = visit_rows(
-                (inner + i % clear) * BM, for_k, for_v, own, values, q, grad, key, batch, head, first, stop, scale,
-                constants, masked, dropped, softcap, sizes, kind, False,
-            )  # fmt: skip
     before = inner - begin
-    rest = before + end - outer
-    for i in tl.range(0, sizes.group * rest, num_stages=1):
-        head, turn = k_head * sizes.group + i // rest, i % rest
-        turn = tl.where(turn < before, begin + turn, outer + turn - before)
-        for_k, for_v = visit_rows(
-            turn * BM, for_k, for_v, own, values, q, grad, key, batch, head, first, stop, scale, constants, masked,
-            dropped, softcap, sizes, kind, True,
-        )  # fmt: skip
+    # A loop for the heads, and not one over all blocks of all heads: Triton 3.6 fails to fetch ahead in a loop that
+    # divides its counter.
+    for member in tl.range(0, sizes.group):
+        head = k_head * sizes.group + member
+        if not (kind.softcap or kind.mask != NO_MASK or kind.dropout):
+            for i in tl.range(inner, outer):
+                for_k, for_v = visit_rows(
+                    i * BM, for_k, for_v, own, values, q, grad, key, batch, head, first, stop, scale, constants, masked,
+                    dropped, softcap, sizes, kind, False,
+                )  # fmt: skip
+        for i in tl.range(0, before + end - outer):
+            turn = tl.where(i < before, begin + i, outer + i - before)
+            for_k, for_v = visit_rows(
+                turn * BM, for_k, for_v, own, values, q, grad, key, batch, head, first, stop, scale, constants, masked,
+                dropped, softcap, sizes, kind, True,
+            )  # fmt: skip
     write_keys(to_k, for_k, batch, k_head, start, sizes.keys, sizes.depth, BN, D)
     if kind.values:
         write_keys(to_v, for_v, batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)

@@ -19,6 +19,7 @@ from ._tile import (
     NO_KEY,
     NO_MASK,
     draws_of_rows,
+    far_apart,
     load_keys,
     load_rows,
     load_tile,
@@ -51,7 +52,7 @@ class State(NamedTuple):
     mean: Any
     spread: Any
     highest: Any
-    """The largest scaled q·k; kept apart from the maximum only under a bias or a softcap."""
+    """The largest scaled q·k; kept apart from the maximum under a bias or a softcap, and in clear tiles."""
     opening: Any
     """The first visible key, and its score."""
     opening_score: Any
@@ -162,7 +163,7 @@ def visit(
         here = tl.maximum(span, 0).to(tl.float32)
     else:
         here = tl.sum(tl.where(seen, 1.0, 0.0), 1)
-    highest, opening, opening_score = state.highest, state.opening, state.opening_score
+    highest, opening, opening_score = best, state.opening, state.opening_score
     if kind.measure >= MOMENTS:
         # Two passes over the tile: the sum of squares alone would cancel when the mean is large.
         tile_mean = tl.sum(tl.where(seen, scores, 0.0), 1) / tl.maximum(here, 1.0)
@@ -172,7 +173,7 @@ def visit(
         spread = spread + tl.sum(off * off, 1) + gap * gap * count * (here / whole)
         mean = mean * (count / whole) + tile_mean * (here / whole)
         if kind.softcap or kind.mask == BIAS:
-            highest = tl.maximum(highest, tl.max(tl.where(seen, raw, float("-inf")), 1))
+            highest = tl.maximum(state.highest, tl.max(tl.where(seen, raw, float("-inf")), 1))
             if CAREFUL:
                 broken = tl.max(tl.where(seen & (raw != raw), 1, 0), 1) > 0
                 highest = tl.where(broken | (state.highest != state.highest), float("nan"), highest)
@@ -208,37 +209,55 @@ def visit(
 
 
 @triton.jit
+def about(state, reference, kind: tl.constexpr):
+    """The State with sums about another reference than its maximum."""
+    shift = tl.where(state.total > 0, state.maximum - reference, 0.0)
+    keep = tl.exp2(shift)
+    tilt, squares, weighted = state.tilt, state.squares, state.weighted
+    if kind.measure >= SUMS:
+        tilt = (tilt + shift * state.total) * keep
+        squares = squares * keep * keep
+    if kind.values:
+        weighted = weighted * keep[:, None]
+    return State(
+        reference, state.total * keep, tilt, squares, state.count, state.mean, state.spread, state.highest,
+        state.opening, state.opening_score, weighted, state.awry, state.moved,
+    )  # fmt: skip
+
+
+@triton.jit
 def visit_clear(state, start, q, k, v, k_head, rows, factor, sizes, kind: tl.constexpr):
-    """Likewise where all rows see all keys of the tile, nothing but the scale comes between products and scores, and
-    the scale is not below 0."""
+    """Likewise where all rows see the whole tile, and scores are products times a scale that is not below 0.
+
+    The maximum is that of the tiles before, and stays: a sum that overflows for it marks the block. But float16, which
+    the weights are rounded to, would overflow too soon.
+    """
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
     DV: tl.constexpr = kind.value_depth
     own = load_tile(k, rows.batch, k_head, start, sizes.depth, BN, D)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
-    best = tl.maximum(state.maximum, tl.max(scores, 1) * factor)
-    apart = scores * factor[:, None] - best[:, None]
+    highest = tl.maximum(state.highest, tl.max(scores, 1) * factor)
+    if v.data.dtype.element_ty == tl.float16:
+        state = about(state, tl.maximum(state.maximum, highest), kind)
+    apart = scores * factor[:, None] - state.maximum[:, None]
     power = tl.exp2(apart)
-    shift = tl.where(state.total > 0, state.maximum - best, 0.0)
-    keep = tl.exp2(shift)
-    tilt, squares, spread, moved = state.tilt, state.squares, state.spread, state.moved
+    tilt, squares, spread, moved, weighted = state.tilt, state.squares, state.spread, state.moved, state.weighted
     if kind.measure >= SUMS:
-        tilt = (tilt + shift * state.total) * keep + tl.sum(power * apart, 1)
-        squares = squares * (keep * keep) + tl.sum(power * power, 1)
-    total = state.total * keep + tl.sum(power, 1)
+        tilt += tl.sum(power * apart, 1)
+        squares += tl.sum(power * power, 1)
     if kind.measure >= MOMENTS:
         # About the mean of the tiles before: about 0 the sum of squares would cancel when the mean is large.
         off = scores * factor[:, None] - state.mean[:, None]
         moved += tl.sum(off, 1)
         spread += tl.sum(off * off, 1)
-    weighted = state.weighted
     if kind.values:
         values = load_tile(v, rows.batch, k_head, start, sizes.value_depth, BN, DV)
-        weighted = product(power.to(values.dtype), values, weighted * keep[:, None], kind)
+        weighted = product(power.to(values.dtype), values, weighted, kind)
     return State(
-        best, total, tilt, squares, state.count, state.mean, spread, state.highest, state.opening, state.opening_score,
-        weighted, state.awry, moved,
+        state.maximum, state.total + tl.sum(power, 1), tilt, squares, state.count, state.mean, spread, highest,
+        state.opening, state.opening_score, weighted, state.awry, moved,
     )  # fmt: skip
 
 
@@ -277,6 +296,7 @@ def finish(
     if kind.measure >= SUMS:
         lean = state.tilt / total
         collision = state.squares / (total * total)
+        sound = sound & (collision < float("inf"))
         collision = tl.where(collision > 1, 1.0, collision)
         tl.store(fields.expected_score + row, tl.where(seen, (state.maximum + lean) * LN2, 0.0), mask=there)
         tl.store(fields.entropy + row, tl.where(seen, (log_total - lean) * LN2, 0.0), mask=there)
@@ -327,17 +347,15 @@ def open_block(begin, batch, head, first, stop, scale, sizes, masked, dropped, k
 
 @triton.jit
 def close(state, clear, kind: tl.constexpr):
-    """The State with what is still missing: the keys of clear tiles in its count, and in its mean."""
-    highest = state.highest
-    if kind.mask != BIAS and not kind.softcap:
-        highest = state.maximum
+    """The State once keys were visited that were clear to all rows: in its count, its mean and its maximum too."""
+    state = about(state, tl.maximum(state.maximum, state.highest), kind)
     count = state.count + clear
     move = state.moved / tl.maximum(count, 1.0)
     spread = state.spread - state.moved * move
     spread = tl.where(spread < 0, 0.0, spread)
     return State(
-        state.maximum, state.total, state.tilt, state.squares, count, state.mean + move, spread, highest, state.opening,
-        state.opening_score, state.weighted, state.awry, state.moved,
+        state.maximum, state.total, state.tilt, state.squares, count, state.mean + move, spread, state.maximum,
+        state.opening, state.opening_score, state.weighted, state.awry, state.moved,
     )  # fmt: skip
 
 
@@ -372,21 +390,19 @@ def forward_kernel(
         least, most = tl.maximum(least, split * share), tl.minimum(most, (split + 1) * share)
     least = least // BN * BN
     state = fresh(kind.rows, kind.value_depth)
-    passed = 0
     if kind.softcap or kind.mask != NO_MASK or kind.dropout or CAREFUL:
         for start in tl.range(least, most, BN):
             state = visit(
                 state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, CAREFUL
             )  # fmt: skip
     else:
-        # Whole tiles that all rows see go without a mask; but first the ends, before and behind them.
-        if kind.measure >= MOMENTS:
-            # A row's first tile is among those that are looked at more closely.
-            clear = tl.maximum(clear + 1, least + BN)
+        # Whole tiles that all rows see go without a mask; but first the ends, before and behind them, and each row's
+        # first tile.
+        clear = tl.maximum(clear + 1, least + BN)
         inner = tl.minimum(tl.maximum(tl.cdiv(clear, BN) * BN, least), most)
         end = tl.maximum(tl.minimum(clear_stop, most) // BN * BN, inner)
-        # Below 0 the largest product is the smallest score; and the places in a tile are to fit into 32 bits.
-        if (tl.min(known.factor, 0) < 0) | (tl.maximum(k.row, v.row) >= 2**31 // BN - D):
+        # Below 0 the largest product is the smallest score.
+        if (tl.min(known.factor, 0) < 0) | far_apart(k, v, BN):
             end = inner
         before = tl.cdiv(inner - least, BN)
         behind = tl.cdiv(tl.maximum(most - end, 0), BN)
@@ -397,8 +413,7 @@ def forward_kernel(
             )  # fmt: skip
         for start in tl.range(inner, end, BN):
             state = visit_clear(state, start, own, k, v, k_head, rows, known.factor, sizes, kind)
-        passed = end - inner
-    state = close(state, passed, kind)
+        state = close(state, end - inner, kind)
     if kind.split:
         leave(state, partial, block, split, sizes, kind)
     else:

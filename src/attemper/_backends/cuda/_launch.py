@@ -53,20 +53,23 @@ def tiling(call: Call, depth: int, rows: int, measure: int) -> Tiling:
         return Tiling(64, 64, 4, 2)
     if depth > 128:
         return Tiling(64, 32, 4, 2)
+    room = _shared_memory(call.q.device)
     if measure < 2:
-        return Tiling(128, 64, 8, 3 if depth <= 64 else 2, 128)
+        tile = Tiling(128, 64, 8, 3 if depth <= 64 else 2)
+        size = (tile.rows + 2 * tile.stages * tile.keys) * depth * 2 + 1024
+        return tile._replace(registers=128) if 2 * size <= room else tile
     if depth <= 64:
         return Tiling(128, 64, 4, 3)
-    # 224 KiB of shared memory, or 96.
-    return Tiling(128, 128, 8, 3) if _shared_memory(call.q.device) >= 227 * 1024 else Tiling(128, 64, 8, 2)
+    # Of 225 KiB, or of 97.
+    return Tiling(128, 128, 8, 3) if room >= 227 * 1024 else Tiling(128, 64, 8, 2)
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a block may have."""
+    """Bytes of it that a block may have."""
     if device.type != "cuda":
         return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
 def backward_tiling(call: Call, depth: int) -> Tiling:

@@ -130,15 +130,30 @@ def across(x, TURNED: tl.constexpr):
 def open_rows(begin, batch, head, first, stop, sizes, BM: tl.constexpr, BOUNDED: tl.constexpr):
     """The rows of a block from the first head on; one that is not there sees no key."""
     row = begin + tl.arange(0, BM)
-    there = row < sizes.stack * sizes.queries
-    query = row % sizes.queries
-    low = tl.zeros([BM], tl.int32)
+    query, there = row % sizes.queries, row < sizes.stack * sizes.queries
+    low, high = bounds_of_rows(query, there, batch, first, stop, sizes, BOUNDED)
+    return Rows(batch, head + row // sizes.queries, query, there, low, high)
+
+
+@triton.jit
+def rows_of_head(begin, batch, head, first, stop, sizes, BM: tl.constexpr, BOUNDED: tl.constexpr):
+    """Likewise of one head, which is one number then: divisions in a loop are dear."""
+    query = begin + tl.arange(0, BM)
+    there = query < sizes.queries
+    low, high = bounds_of_rows(query, there, batch, first, stop, sizes, BOUNDED)
+    return Rows(batch, head, query, there, low, high)
+
+
+@triton.jit
+def bounds_of_rows(query, there, batch, first, stop, sizes, BOUNDED: tl.constexpr):
+    """The first key that each row sees, and the one after its last."""
+    low = tl.zeros(query.shape, tl.int32)
     high = tl.where(there, sizes.keys, 0).to(tl.int32)
     if BOUNDED:
         place = batch.to(tl.int64) * sizes.bound_batch + query
         low = tl.maximum(tl.load(first + place, mask=there, other=0), 0).to(tl.int32)
         high = tl.minimum(tl.load(stop + place, mask=there, other=0), sizes.keys).to(tl.int32)
-    return Rows(batch, head + row // sizes.queries, query, there, low, high)
+    return low, high
 
 
 @triton.jit
@@ -183,13 +198,19 @@ def load_keys(matrix, batch, head, start, keys, depth, BN: tl.constexpr, D: tl.c
 
 @triton.jit
 def load_tile(matrix, batch, head, start, depth, BN: tl.constexpr, D: tl.constexpr):
-    """Likewise where no key is beyond the last, and the tile spans less than 2³¹ numbers."""
+    """Likewise where no row is beyond the last, and rows are not `far_apart`."""
     component = tl.arange(0, D)
     base = matrix.data + batch.to(tl.int64) * matrix.batch + head.to(tl.int64) * matrix.head
     # Where the tile begins is one number for all threads, and where they read in it is the same for all tiles.
     place = (tl.arange(0, BN) * matrix.row)[:, None] + component[None, :]
     inside = (component < depth)[None, :]
     return tl.load(base + tl.full([], start, tl.int64) * matrix.row + place, mask=inside, other=0.0)
+
+
+@triton.jit
+def far_apart(one, other, BN: tl.constexpr):
+    """Whether a tile of either matrix may span more numbers than 32 bits count."""
+    return tl.maximum(one.row, other.row) >= 2**30 // BN
 
 
 @triton.jit
