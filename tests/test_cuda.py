@@ -215,6 +215,20 @@ class TestBands:
         assert {tuple(call.band) for call in calls} == {(-9, 1)}
 
 
+@pytest.mark.parametrize("case", ["a mean far from 0", "a scale below 0", "a late leap"])
+def test_tiles_that_all_rows_see(case):
+    q, k, v = three(70, 300)
+    options = {}
+    if case == "a mean far from 0":
+        q, k = q + 3, k + 3
+    elif case == "a scale below 0":
+        options["scale"] = -0.3
+    else:
+        # Beyond what a sum about the maximum of the first tile holds.
+        k[:, :, 250] *= 300
+    agree(triton_attend(q, k, v, **options), attend(*wide((q, k, v)), backend="reference", **options), tolerance=1e-4)
+
+
 GRADIENTS = {
     "plain": (three(), {}),
     "causal, several tiles": (three(150, 150, batch=2), {"is_causal": True}),
