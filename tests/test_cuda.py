@@ -14,9 +14,11 @@ from attemper._reading import choose
 from attemper.testing import check_operator, compare
 
 pytest.importorskip("triton")
+from triton.compiler import CompiledKernel
+
 from attemper._backends import _operator, cuda
 from attemper._backends._operator import call_of, empty, empty_output, row_by_row, tiles
-from attemper._backends.cuda import _cudnn, _launch
+from attemper._backends.cuda import _cudnn, _launch, _ready
 from attemper._problem import pose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,6 +100,94 @@ class TestSplits:
         assert _launch.splits_for(4, 4096, 128, cpu) == 1  # enough rows
 
 
+class TestReady:
+    """Kernels that were launched before are launched without Triton's help."""
+
+    @pytest.fixture
+    def kernel(self, monkeypatch):
+        monkeypatch.setattr(_ready, "_COMPILED", {})
+
+        class Compiled(CompiledKernel):
+            def __init__(self):
+                self.launched = []
+
+            def __del__(self):
+                """There is nothing to unload."""
+
+            def __getitem__(self, grid):
+                return lambda *arguments: self.launched.append((grid, arguments))
+
+        class Kernel:
+            pre_run_hooks = ()
+
+            def __init__(self):
+                self.asked, self.compiled = [], Compiled()
+
+            def __getitem__(self, grid):
+                return lambda *arguments, **options: self.asked.append((grid, arguments, options)) or self.compiled
+
+        return Kernel()
+
+    def test_the_second_time(self, kernel):
+        x = torch.zeros(4)
+        for _ in range(3):
+            _ready.launch(kernel, 5, (x, 7, True), num_warps=4)
+        assert kernel.asked == [((5,), (x, 7, True), {"num_warps": 4})]
+        assert kernel.compiled.launched == [((5, 1, 1), (x, 7, True))] * 2
+
+    def test_hooks_are_heard(self, kernel):
+        kernel.pre_run_hooks = [print]
+        for _ in range(2):
+            _ready.launch(kernel, 5, (7,))
+        assert len(kernel.asked) == 2
+
+    def test_not_too_many(self, kernel, monkeypatch):
+        monkeypatch.setattr(_ready, "MOST", 3)
+        for i in range(10):
+            _ready.launch(kernel, 1, (i,))
+            assert len(_ready._COMPILED) <= 3
+
+    def test_what_makes_another_version(self, kernel):
+        memory = torch.zeros(20)
+        forms = [
+            (memory, 1, (2, memory)),
+            (memory[1:], 1, (2, memory)),
+            (memory, 1, (2, memory[1:])),
+            (memory.double(), 1, (2, memory)),
+            (memory, 16, (2, memory)),
+            (memory, 1, (3, memory)),
+            (memory, None, (2, memory)),
+            (memory, 1, (2, memory), True),
+        ]
+        for form in forms * 2:
+            _ready.launch(kernel, 1, form)
+        _ready.launch(kernel, 1, forms[0], num_warps=8)
+        assert len(kernel.asked) == len(forms) + 1
+        # What lies at a multiple of 16 bytes is one version, and so is every number with a fraction.
+        _ready.launch(kernel, 1, (memory[4:], 1, (2, memory[8:])))
+        _ready.launch(kernel, 1, (memory, 0.5))
+        _ready.launch(kernel, 1, (memory, 0.7))
+        assert len(kernel.asked) == len(forms) + 2
+
+    def test_a_form_of_its_own(self, kernel):
+        for i in range(3):
+            _ready.launch(kernel, 1, (i,), form="one")
+        assert len(kernel.asked) == 1
+
+    @pytest.mark.parametrize("queries", [64, 67])
+    def test_fields_in_one_piece_of_memory(self, queries):
+        q, k, v = three(queries)
+        call = call_of(pose(q, k, v), (1,))
+        wanted, _, _ = _launch._wanted(choose("all"), False)
+        found = _launch._together(call, wanted, q.shape[:-1])
+        assert set(found) == wanted
+        assert len({x.data_ptr() for x in found.values()}) == len(wanted)
+        for name, x in found.items():
+            assert x.data_ptr() % 16 == 0
+            expected = empty(call, name, q.shape[:-1])
+            assert (x.shape, x.stride(), x.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
 class TestMarks:
     """What the kernel for Hopper leaves: fields that follow from others, and the rows that it marked."""
 
@@ -113,7 +203,7 @@ class TestMarks:
         output = empty_output(call, q.dtype).fill_(7)
         marks = torch.zeros(2 * 4, dtype=torch.int32, device=DEVICE)
         marks[1] = marks[6] = 1
-        _launch._portable(call, 2, output, None, _launch.Fields(**fields), marks, complete=True)
+        _launch._careful(call, 2, output, None, _launch.Fields(**fields), marks, complete=True)
         marked = torch.zeros(1, 2, 200, dtype=torch.bool, device=DEVICE)
         marked[0, 0, 64:128] = marked[0, 1, 128:192] = True
         torch.testing.assert_close(output[marked], expected.output[marked])

@@ -376,11 +376,13 @@ def forward_kernel(
     turn = sizes.blocks - 1 - program % sizes.blocks
     unit = program // sizes.blocks
     block = unit * sizes.blocks + turn
-    if CAREFUL:
-        if tl.load(mark + block) == 0:
-            return
     stacks = sizes.heads // sizes.stack
     batch, head = unit // stacks, unit % stacks * sizes.stack
+    if CAREFUL:
+        if tl.load(mark + block) == 0:
+            if kind.complete:
+                complete(turn * kind.rows, batch, head, q, k, first, stop, scale, sinks, sizes, fields, kind)
+            return
     k_head = head // sizes.group
     rows, known = open_block(turn * kind.rows, batch, head, first, stop, scale, sizes, masked, dropped, kind)
     own = load_rows(q, rows, sizes.depth, D)
@@ -490,18 +492,15 @@ def merge_kernel(
 
 
 @triton.jit
-def complete_kernel(q, k, first, stop, scale, sinks, sizes, fields, kind: tl.constexpr):
+def complete(begin, batch, head, q, k, first, stop, scale, sinks, sizes, fields, kind: tl.constexpr):
     """The fields that follow from others: beside a kernel that gives the output and the sums."""
     BM: tl.constexpr = kind.rows
-    block = tl.program_id(0)
-    unit = block // sizes.blocks
-    batch, head = unit // sizes.heads, unit % sizes.heads
-    rows = open_rows(block % sizes.blocks * BM, batch, head, first, stop, sizes, BM, kind.bounded)
+    rows = open_rows(begin, batch, head, first, stop, sizes, BM, kind.bounded)
     row, there, seen = place_of_rows(rows, sizes), rows.there, rows.low < rows.high
     logsumexp = tl.load(fields.logsumexp + row, mask=there, other=0.0)
     tl.store(fields.max_qk + row, tl.load(fields.max_logit + row, mask=there, other=0.0), mask=there)
     tl.store(fields.visible_keys + row, tl.maximum(rows.high - rows.low, 0).to(tl.int64), mask=there)
-    # Rows that are not sound are computed again, and say so then.
+    # Blocks with a row that is not sound are computed again, and say so then.
     tl.store(fields.nonfinite + row, tl.zeros([BM], tl.int64), mask=there)
     mass = tl.zeros([BM], tl.float32)
     if kind.sinks:

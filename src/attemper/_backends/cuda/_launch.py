@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -12,12 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
-from .._operator import COUNTS, Call, Saved, Upstream, available, empty, empty_gradient, empty_output, over_shared
+from .._operator import COUNTS, Call, Saved, Upstream, empty, empty_gradient, empty_output, over_shared
 from . import _cudnn
 from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
 from ._flow import dots_kernel, flow_kernel
-from ._forward import PARTS, Fields, complete_kernel, forward_kernel, merge_kernel
-from ._tile import BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
+from ._forward import PARTS, Fields, forward_kernel, merge_kernel
+from ._ready import MOST, form_of, launch
+from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
 
 NEED_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
 NEED_SUMS = frozenset(("expected_score", "entropy", "collision"))
@@ -79,41 +80,68 @@ def backward_tiling(call: Call, depth: int) -> Tiling:
     return Tiling(64, 64, 4, 2) if depth <= 128 else Tiling(32, 32, 4, 1)
 
 
-def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:  # noqa: ARG001
+def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The output and the fields of the Reading that `stats` names."""
     q = call.q
-    wanted = available(call, stats)
-    found = {name: empty(call, name, q.shape[:-1]) for name in wanted}
+    wanted, measure, complete = _wanted(stats, call.v is None)
+    rows = q.shape[:-1]
+    found = {name: empty(call, name, rows) for name in wanted} if apart else _together(call, wanted, rows)
     output = wide = None
     if call.v is not None:
         output = empty_output(call, q.dtype)
         if "wide_output" in stats:
             wide = found["wide_output"] = empty_output(call, call.wide)
-    if not q.shape[:-1].numel():
+    if not rows.numel():
         return output, found
-    measure = 0 if wanted <= NEED_NO_SUMS else 1 if wanted <= NEED_NO_SUMS | NEED_SUMS else 2
     hopper = _gluon("_hopper")
     with _on(q.device):
         if hopper is None or not hopper.takes(call):
             _portable(call, measure, output, wide, _fields(call, found))
             return output, found
         needed = {name: found[name] for name in hopper.FIELDS if name in found}
-        complete = not FOLLOWING.isdisjoint(wanted)
         if complete:
             for name in ("logsumexp", "max_logit"):
-                needed.setdefault(name, empty(call, name, q.shape[:-1]))
-        blocks = q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], HOPPER_ROWS)
+                if name not in needed:
+                    needed[name] = empty(call, name, rows)
+        blocks = rows[0] * rows[1] * -(-rows[2] // HOPPER_ROWS)
         marks = torch.zeros(blocks + 1, dtype=torch.int32, device=q.device)
         hopper.forward(call, output, wide, needed, marks)
-        _portable(call, measure, output, wide, _fields(call, found | needed), marks, complete=complete)
+        _careful(call, measure, output, wide, _fields(call, found | needed), marks, complete=complete)
     return output, found
+
+
+@lru_cache(maxsize=64)
+def _wanted(stats: frozenset[str], no_values: bool) -> tuple[frozenset[str], int, bool]:
+    """The fields to fill, how much there is to sum for them, and whether some of them follow from others."""
+    wanted = frozenset(name for name in Fields._fields if name in stats and not (no_values and name == "output_norm"))
+    measure = 0 if wanted <= NEED_NO_SUMS else 1 if wanted <= NEED_NO_SUMS | NEED_SUMS else 2
+    return wanted, measure, not FOLLOWING.isdisjoint(wanted)
+
+
+def _together(call: Call, wanted: frozenset[str], rows: torch.Size) -> dict[str, Tensor]:
+    """Places for fields in two pieces of memory: on a GPU each takes the host longer to get than all views of it."""
+    found: dict[str, Tensor] = {}
+    for dtype, names in ((call.wide, _NUMBERS), (torch.int64, COUNTS)):
+        own = [name for name in names if name in wanted]
+        if own:
+            # Each begins at a multiple of 16 bytes: for one that does not a kernel would be compiled anew.
+            step = -(-rows.numel() // 4) * 4
+            memory = torch.empty(len(own) * step, dtype=dtype, device=call.q.device)
+            strides = (step, rows[1] * rows[2], rows[2], 1)
+            found.update(zip(own, memory.as_strided((len(own), *rows), strides).unbind(), strict=True))
+    return found
+
+
+_NUMBERS = tuple(name for name in Fields._fields if name not in COUNTS)
 
 
 def _fields(call: Call, found: dict[str, Tensor]) -> Fields:
     """Where fields go; those that nobody wants share one place."""
-    rows = call.q.shape[:-1]
-    spare = {count: torch.empty(rows, dtype=dtype, device=call.q.device) for count, dtype in _KINDS.items()}
-    return Fields(*(found.get(name, spare[name in COUNTS]) for name in Fields._fields))
+    rows, spare = call.q.shape[:-1], {}
+    for name in Fields._fields:
+        if name not in found and (name in COUNTS) not in spare:
+            spare[name in COUNTS] = torch.empty(rows, dtype=_KINDS[name in COUNTS], device=call.q.device)
+    return Fields(*[found[name] if name in found else spare[name in COUNTS] for name in Fields._fields])
 
 
 _KINDS = {False: torch.float32, True: torch.int64}
@@ -133,27 +161,15 @@ def _gluon(name: str) -> Any:
         return None
 
 
-def _portable(
-    call: Call,
-    measure: int,
-    output: Tensor | None,
-    wide: Tensor | None,
-    fields: Fields,
-    marks: Tensor | None = None,
-    *,
-    complete: bool = False,
-) -> None:
-    """With marks, only what is left to do: the fields that follow from others, and the marked blocks."""
+def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | None, fields: Fields) -> None:
     batch, heads, queries, depth = call.q.shape
     value_dim = 0 if call.v is None else call.v.shape[3]
     deep, value_deep = _power(depth), _power(value_dim)
     stack = call.group if queries < HOPPER_ROWS else 1
     tile = tiling(call, max(deep, value_deep), stack * queries, measure)
-    if marks is not None:
-        tile = Tiling(HOPPER_ROWS, 64 if deep <= 64 else 32, 4, 1)
     blocks = triton.cdiv(stack * queries, tile.rows)
     programs = batch * heads // stack * blocks
-    splits = splits_for(programs, call.k.shape[2], tile.keys, call.q.device) if marks is None else 1
+    splits = splits_for(programs, call.k.shape[2], tile.keys, call.q.device)
     kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
     sizes = _sizes(call, blocks, stack, splits)
     q, k = _matrix(call.q, call), _matrix(call.k, call)
@@ -165,21 +181,65 @@ def _portable(
     if splits > 1:
         size = programs * splits * tile.rows * (PARTS.value + value_deep)
         partial = torch.empty(size, dtype=torch.float32, device=call.q.device)
-    if marks is None:
-        marks = torch.empty(programs, dtype=torch.int32, device=call.q.device)
-        forward_kernel[(programs * splits,)](
-            q, k, v, *shared, softcap, masked, dropped, sizes, out, full, fields, marks, partial,
-            kind._replace(split=splits > 1), CAREFUL=False, num_warps=tile.warps, num_stages=tile.stages,
-            maxnreg=tile.registers,
-        )  # fmt: skip
-    elif complete:
-        complete_kernel[(programs,)](q, k, *shared, sizes, fields, kind)
+    marks = torch.empty(programs, dtype=torch.int32, device=call.q.device)
+    given = (q, k, v, *shared, softcap, masked, dropped, sizes, out, full, fields, marks, partial)
+    first_pass = (*given, kind._replace(split=splits > 1), False)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
+    launch(forward_kernel, programs * splits, first_pass, **options)
     if splits > 1:
-        merge_kernel[(programs,)](*shared, masked, dropped, sizes, out, full, fields, marks, partial, kind)
-    forward_kernel[(programs,)](
-        q, k, v, *shared, softcap, masked, dropped, sizes, out, full, fields, marks, partial, kind, CAREFUL=True,
-        num_warps=tile.warps, num_stages=1,
+        launch(merge_kernel, programs, (*shared, masked, dropped, sizes, out, full, fields, marks, partial, kind))
+    launch(forward_kernel, programs, (*given, kind, True), num_warps=tile.warps, num_stages=1)
+
+
+class Plan(NamedTuple):
+    """What is the same for all calls of a form."""
+
+    tile: Tiling
+    programs: int
+    kind: Kind
+    sizes: Sizes
+
+
+_PLANS: dict[Any, Plan] = {}
+
+
+def _careful(
+    call: Call,
+    measure: int,
+    output: Tensor | None,
+    wide: Tensor | None,
+    fields: Fields,
+    marks: Tensor,
+    *,
+    complete: bool,
+) -> None:
+    """What the kernel for Hopper leaves: the blocks that it marked, and the fields that follow from others."""
+    given = (call.q, call.k, call.v, call.first, call.stop, call.scale, call.sinks, output, wide)
+    band = None if call.band is None else tuple(call.band)
+    form = (measure, complete, band, call.period, call.q.device, *map(form_of, given))
+    plan = _PLANS.get(form)
+    if plan is None:
+        if len(_PLANS) >= MOST:
+            _PLANS.clear()
+        plan = _PLANS[form] = _plan(call, measure, wide, complete=complete)
+    q, k = _matrix(call.q, call), _matrix(call.k, call)
+    v, out, full = (_matrix(x, call) for x in (call.v, output, wide))
+    sinks = call.scale if call.sinks is None else call.sinks
+    arguments = (
+        q, k, v, *_bounds(call), call.scale, sinks, 1.0, _masked(call), _dropped(call), plan.sizes, out, full, fields,
+        marks, call.scale, plan.kind, True,
     )  # fmt: skip
+    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
+    launch(forward_kernel, plan.programs, arguments, form=form, **options)
+
+
+def _plan(call: Call, measure: int, wide: Tensor | None, *, complete: bool) -> Plan:
+    batch, heads, queries, depth = call.q.shape
+    tile = Tiling(HOPPER_ROWS, 64 if depth <= 64 else 32, 4, 1)
+    blocks = triton.cdiv(queries, tile.rows)
+    kind = _kind(call, tile, measure=measure, values=call.v is not None)
+    kind = kind._replace(wide=wide is not None, complete=complete)
+    return Plan(tile, batch * heads * blocks, kind, _sizes(call, blocks))
 
 
 def splits_for(programs: int, keys: int, tile: int, device: torch.device) -> int:
@@ -253,7 +313,7 @@ def _dots(call: Call, left: Tensor, right: Tensor, found: Tensor) -> None:
     batch, heads, queries, depth = left.shape
     sizes = _sizes(call, triton.cdiv(queries, HOPPER_ROWS))
     one, other = _matrix(left, call), _matrix(right, call)
-    dots_kernel[(batch * heads * sizes.blocks,)](one, other, found, sizes, depth, HOPPER_ROWS, _power(depth))
+    launch(dots_kernel, batch * heads * sizes.blocks, (one, other, found, sizes, depth, HOPPER_ROWS, _power(depth)))
 
 
 def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) -> None:
@@ -267,11 +327,10 @@ def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) ->
     tile = Tiling(64, 64, 4, 2)
     sizes = _sizes(call, triton.cdiv(queries, tile.rows))
     kind = _kind(call, tile, measure=1, values=True)
-    flow_kernel[(batch * heads * sizes.blocks,)](
-        *(_matrix(x, call) for x in (call.q, call.k, call.v, grad)),
-        flow, *rows, *_bounds(call), call.scale, sizes, kind, num_warps=tile.warps,
-        num_stages=tile.stages,
-    )  # fmt: skip
+    matrices = (_matrix(x, call) for x in (call.q, call.k, call.v, grad))
+    arguments = (*matrices, flow, *rows, *_bounds(call), call.scale, sizes, kind)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    launch(flow_kernel, batch * heads * sizes.blocks, arguments, **options)
 
 
 def _gradients(
@@ -301,7 +360,7 @@ def _gradients(
     bounds = _bounds(call)
     ranges = torch.empty(batch * blocks * 4, dtype=torch.int32, device=call.q.device)
     arriving, output = _matrix(grad, call), _matrix(saved.output if grad is not None else None, call)
-    pull_kernel[(batch * heads * blocks,)](arriving, output, pull, ranges, *bounds, sizes, kind)
+    launch(pull_kernel, batch * heads * blocks, (arriving, output, pull, ranges, *bounds, sizes, kind))
     share, pivot = saved.largest_weight, pull
     if call.sinks is not None:
         sinks = call.sinks.to(call.wide)[..., None]
@@ -324,12 +383,10 @@ def _gradients(
     q, k, v = (_matrix(x, call) for x in (call.q, call.k, call.v))
     for_mask = Masked(along, 0, 0, 0, 0) if to_mask is None else Masked(to_mask, *_shared(to_mask))
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-    to_queries_kernel[(batch * heads * blocks,)](
-        q, k, v, arriving, _matrix(to_q, call), for_mask, flow, along, *shared, kind, **options
-    )
-    to_keys_kernel[(batch * kv_heads * triton.cdiv(keys, tile.keys),)](
-        q, k, v, arriving, _matrix(to_k, call), _matrix(to_v, call), ranges, *shared, kind, **options
-    )
+    for_queries = (q, k, v, arriving, _matrix(to_q, call), for_mask, flow, along, *shared, kind)
+    launch(to_queries_kernel, batch * heads * blocks, for_queries, **options)
+    for_keys = (q, k, v, arriving, _matrix(to_k, call), _matrix(to_v, call), ranges, *shared, kind)
+    launch(to_keys_kernel, batch * kv_heads * triton.cdiv(keys, tile.keys), for_keys, **options)
 
 
 def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:
@@ -340,7 +397,7 @@ def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:
         depth=_power(call.q.shape[3]),
         value_depth=_power(0 if call.v is None else call.v.shape[3]),
         values=values,
-        bounded=call.bounded,
+        bounded=BAND.value if call.band is not None else int(call.first is not None),
         # Numbers, not Triton's constants: a kind is compared at every launch.
         mask=(NO_MASK if call.mask is None else BOOL_MASK if call.mask.dtype == torch.bool else BIAS).value,
         softcap=call.softcap is not None,
@@ -371,14 +428,12 @@ def _sizes(call: Call, blocks: int, stack: int = 1, splits: int = 1) -> Sizes:
         sinks_batch=0 if call.sinks is None else _stride(call.sinks, 0),
         sinks_head=0 if call.sinks is None else _stride(call.sinks, 1),
         kept=1 - call.dropout_p,
+        low=0 if call.band is None else call.band[0],
+        high=0 if call.band is None else call.band[1],
     )
 
 
 def _bounds(call: Call) -> tuple[Tensor, Tensor]:
-    if call.band is not None:
-        # The kernels clip what they read.
-        first, stop = (torch.arange(x, x + call.q.shape[2], device=call.q.device) for x in call.band)
-        return first, stop
     if call.first is None or call.stop is None:
         return call.scale, call.scale  # not looked at
     first, stop = call.first.to(call.q.device), call.stop.to(call.q.device)
@@ -388,7 +443,7 @@ def _bounds(call: Call) -> tuple[Tensor, Tensor]:
 def _matrix(x: Tensor | None, call: Call) -> Matrix:
     """As a kernel sees it; where there is none, something that it does not look at."""
     if x is None or not x.numel():
-        return Matrix(call.scale.to(call.q.dtype), 0, 0, 0)
+        return Matrix(call.q, 0, 0, 0)
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         x = x.contiguous()
     return Matrix(x, *x.stride()[:3])

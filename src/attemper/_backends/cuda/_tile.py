@@ -14,6 +14,7 @@ import triton.language as tl
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 NO_KEY: tl.constexpr = tl.constexpr(2**31 - 1)
+BAND: tl.constexpr = tl.constexpr(2)
 NO_MASK: tl.constexpr = tl.constexpr(0)
 BOOL_MASK: tl.constexpr = tl.constexpr(1)
 BIAS: tl.constexpr = tl.constexpr(2)
@@ -29,7 +30,8 @@ class Kind(NamedTuple):
     """head_dim and that of v, as powers of 2."""
     value_depth: int
     values: bool
-    bounded: bool
+    bounded: int
+    """By nothing, by two numbers per row, or by a band."""
     mask: int
     softcap: bool
     dropout: bool
@@ -44,6 +46,8 @@ class Kind(NamedTuple):
     extra: bool = False
     """Of a backward pass: whether gradients arrive for fields of the Reading, and go to the mask."""
     to_mask: bool = False
+    complete: bool = False
+    """Of a pass over marked blocks: whether to fill in, for all others, the fields that follow from what is there."""
 
 
 class Sizes(NamedTuple):
@@ -67,6 +71,9 @@ class Sizes(NamedTuple):
     sinks_head: Any
     kept: Any
     """The share of weights that dropout keeps."""
+    low: Any = 0
+    """Of a band: query i sees i + low ≤ key < i + high."""
+    high: Any = 0
 
 
 class Rows(NamedTuple):
@@ -149,7 +156,10 @@ def bounds_of_rows(query, there, batch, first, stop, sizes, BOUNDED: tl.constexp
     """The first key that each row sees, and the one after its last."""
     low = tl.zeros(query.shape, tl.int32)
     high = tl.where(there, sizes.keys, 0).to(tl.int32)
-    if BOUNDED:
+    if BOUNDED == BAND:
+        low = tl.maximum(query + sizes.low, 0)
+        high = tl.where(there, tl.minimum(query + sizes.high, sizes.keys), 0)
+    elif BOUNDED:
         place = batch.to(tl.int64) * sizes.bound_batch + query
         low = tl.maximum(tl.load(first + place, mask=there, other=0), 0).to(tl.int32)
         high = tl.minimum(tl.load(stop + place, mask=there, other=0), sizes.keys).to(tl.int32)

@@ -1,0 +1,54 @@
+"""Launches of kernels that were launched before in the same form, without asking Triton which version of them to take.
+
+To find that out takes the host longer than all else that it does for a launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+MOST = 1024
+"""Forms of launches to remember."""
+
+_COMPILED: dict[Hashable, CompiledKernel] = {}
+
+
+def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], *, form: Hashable = None, **options: Any) -> None:
+    """Run a kernel with all its arguments in order, constants included.
+
+    `form`, for who knows it without looking at every argument, has to differ wherever arguments differ in a type, a
+    constant, a number, the alignment of a pointer or the device.
+    """
+    key = (kernel, form_of_all(arguments) if form is None else form, *options.values())
+    compiled = _COMPILED.get(key)
+    if compiled is not None and not kernel.pre_run_hooks:
+        compiled[(programs, 1, 1)](*arguments)
+        return
+    compiled = kernel[(programs,)](*arguments, **options)
+    if isinstance(compiled, CompiledKernel):  # not of the interpreter
+        if len(_COMPILED) >= MOST:
+            _COMPILED.clear()
+        _COMPILED[key] = compiled
+
+
+def form_of(x: Tensor | None) -> Hashable:
+    """All of a tensor that Triton would look at, and its shape."""
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
+
+
+def form_of_all(arguments: Iterable[Any]) -> Hashable:
+    """All that Triton would look at, and numbers as they are."""
+    form: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            form += (x.dtype, x.device, x.data_ptr() % 16 == 0)
+        elif isinstance(x, tuple):
+            form.append(form_of_all(x))
+        else:
+            # A compiled kernel takes any number that has a fraction.
+            form.append(float if isinstance(x, float) else x)
+    return tuple(form)
