@@ -111,28 +111,31 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
 
 
 @lru_cache(maxsize=64)
-def _wanted(stats: frozenset[str], no_values: bool) -> tuple[frozenset[str], int, bool]:
+def _wanted(stats: frozenset[str], no_values: bool) -> tuple[tuple[str, ...], int, bool]:
     """The fields to fill, how much there is to sum for them, and whether some of them follow from others."""
-    wanted = frozenset(name for name in Fields._fields if name in stats and not (no_values and name == "output_norm"))
-    measure = 0 if wanted <= NEED_NO_SUMS else 1 if wanted <= NEED_NO_SUMS | NEED_SUMS else 2
+    wanted = tuple(name for name in Fields._fields if name in stats and not (no_values and name == "output_norm"))
+    measure = 0 if NEED_NO_SUMS.issuperset(wanted) else 1 if (NEED_NO_SUMS | NEED_SUMS).issuperset(wanted) else 2
     return wanted, measure, not FOLLOWING.isdisjoint(wanted)
 
 
-def _together(call: Call, wanted: frozenset[str], rows: torch.Size) -> dict[str, Tensor]:
+def _together(call: Call, wanted: tuple[str, ...], rows: torch.Size) -> dict[str, Tensor]:
     """Places for fields in two pieces of memory: on a GPU each takes the host longer to get than all views of it."""
-    found: dict[str, Tensor] = {}
-    for dtype, names in ((call.wide, _NUMBERS), (torch.int64, COUNTS)):
-        own = [name for name in names if name in wanted]
-        if own:
-            # Each begins at a multiple of 16 bytes: for one that does not a kernel would be compiled anew.
-            step = -(-rows.numel() // 4) * 4
-            memory = torch.empty(len(own) * step, dtype=dtype, device=call.q.device)
-            strides = (step, rows[1] * rows[2], rows[2], 1)
-            found.update(zip(own, memory.as_strided((len(own), *rows), strides).unbind(), strict=True))
-    return found
+    counts = sum(name in COUNTS for name in wanted)
+    numbers = _places(len(wanted) - counts, call.wide, call, rows)
+    # Counts are the last of the fields.
+    return dict(zip(wanted, (*numbers, *_places(counts, torch.int64, call, rows)), strict=True))
 
 
-_NUMBERS = tuple(name for name in Fields._fields if name not in COUNTS)
+def _places(count: int, dtype: torch.dtype, call: Call, rows: torch.Size) -> tuple[Tensor, ...]:
+    if not count:
+        return ()
+    size = rows.numel()
+    if size % 4 == 0:
+        return torch.empty((count, *rows), dtype=dtype, device=call.q.device).unbind()
+    # Each begins at a multiple of 16 bytes: for one that does not a kernel would be compiled anew.
+    step = size + -size % 4
+    memory = torch.empty(count * step, dtype=dtype, device=call.q.device)
+    return memory.as_strided((count, *rows), (step, rows[1] * rows[2], rows[2], 1)).unbind()
 
 
 def _fields(call: Call, found: dict[str, Tensor]) -> Fields:
