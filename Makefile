@@ -22,7 +22,7 @@ test: .venv/test.done .venv/demo.done
 
 # The kernels for CUDA, on a GPU; `make test` runs them in Triton's interpreter.
 test-cuda:
-	$(PYTHON) -m pytest tests/test_cuda.py
+	$(PYTHON) -m pytest tests/test_cuda.py tests/test_gpu.py
 
 lint: .venv/lint.done
 	$(BIN)/ruff format --check .

@@ -33,6 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ._ready import launch
+
 if TYPE_CHECKING:
     from .._operator import Call
 
@@ -797,8 +799,7 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     k_desc = described(k, choice["N"])
     q_desc = described(q, ROWS)
     with torch.cuda.device(q.device):
-        launch: Any = _kernel[(min(pairs * blocks, processors(q.device.index)),)]
-        launch(
+        arguments = (
             q_desc,
             k_desc,
             k_desc if v is None else described(v, choice["N"]),
@@ -822,10 +823,15 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             together_in_cache(call),
             pairs * blocks,
             choices,
-            D=head_dim,
-            BOUNDED=bounded,
-            VALUES=v is not None,
-            LEVEL=level,
-            **choice,
-            num_warps=4,
+            choice["CONSUMERS"],
+            head_dim,
+            choice["N"],
+            choice["STAGES"],
+            choice["REGISTERS"],
+            bounded,
+            v is not None,
+            level,
         )
+        # Bounds that are not there are stood in for by something of another type.
+        form = (q.dtype, head_dim, bounded, v is None, level, first.dtype, scale.dtype, sinks.dtype, q.device)
+        launch(_kernel, min(pairs * blocks, processors(q.device.index)), arguments, form=form, num_warps=4)

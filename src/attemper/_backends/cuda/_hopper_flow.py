@@ -7,7 +7,7 @@ per query row is Var_p[dP] / Var[dP], from the sums of dP − pull, its square, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from ._hopper import (
     processors,
     together_in_cache,
 )
+from ._ready import launch
 
 if TYPE_CHECKING:
     from .._operator import Call
@@ -239,11 +240,12 @@ def flow(call: Call, grad: Tensor, pull: Tensor, max_logit: Tensor, largest_weig
     pairs, blocks = batch * heads, -(-queries // (2 * ROWS))
     with torch.cuda.device(q.device):
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-        launch: Any = _kernel[(min(pairs * blocks, processors(q.device.index)),)]
-        launch(
+        bounded = call.band is not None
+        arguments = (
             described(q, ROWS), described(k, size), described(v, size), described(grad, ROWS),
             scale, max_logit, largest_weight, pull, found, counter,
             queries, keys, low, high, heads, call.group, blocks, pairs, together_in_cache(call), pairs * blocks,
-            choices,
-            D=head_dim, N=size, STAGES=2 if head_dim == 128 else 4, BOUNDED=call.band is not None, num_warps=4,
+            choices, head_dim, size, 2 if head_dim == 128 else 4, bounded,
         )  # fmt: skip
+        form = (q.dtype, head_dim, bounded, scale.dtype, q.device)
+        launch(_kernel, min(pairs * blocks, processors(q.device.index)), arguments, form=form, num_warps=4)
