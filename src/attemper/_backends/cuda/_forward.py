@@ -127,9 +127,8 @@ def visit(
     own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind) * known.factor[:, None]
     raw = scores
-    spot = tl.arange(0, BN)
-    key = start + spot
-    seen = (rows.low[:, None] - start <= spot[None, :]) & (spot[None, :] < rows.high[:, None] - start)
+    key = start + tl.arange(0, BN)
+    seen = (rows.low[:, None] <= key[None, :]) & (key[None, :] < rows.high[:, None])
     if kind.softcap:
         scores = softcap * LOG2E * tanh(scores * (LN2 / softcap))
     if kind.mask != NO_MASK:
@@ -151,9 +150,9 @@ def visit(
     keep = tl.exp2(shift)
     tilt, squares = state.tilt, state.squares
     if kind.measure >= SUMS:
+        leaning = tl.where(power == 0, 0.0, power * apart)
         before = tl.where(state.total > 0, shift, 0.0) * state.total
-        # Below −150 a power of 2 is 0, and 0 · −∞ is to be 0 too.
-        tilt = (tilt + before) * keep + tl.sum(power * tl.maximum(apart, -200.0), 1)
+        tilt = (tilt + before) * keep + tl.sum(leaning, 1)
         squares = squares * (keep * keep) + tl.sum(power * power, 1)
     total = state.total * keep + tl.sum(power, 1)
     if CAREFUL:
@@ -166,15 +165,13 @@ def visit(
         here = tl.sum(tl.where(seen, 1.0, 0.0), 1)
     highest, opening, opening_score = best, state.opening, state.opening_score
     if kind.measure >= MOMENTS:
-        # About the mean so far, or at first about the maximum: about 0 the sum of squares would cancel when the mean is
-        # large. Neither is further from the new mean than the keys' own spread accounts for.
-        pivot = tl.where(count > 0, mean, best)
-        pivot = tl.where(tl.abs(pivot) < float("inf"), pivot, 0.0)
-        off = tl.where(seen, scores - pivot[:, None], 0.0)
-        moved = tl.sum(off, 1)
-        move = moved / tl.maximum(count + here, 1.0)
-        spread = spread + tl.sum(off * off, 1) - moved * move
-        mean = tl.where(count > 0, mean, tl.where(here > 0, pivot, 0.0)) + move
+        # Two passes over the tile: the sum of squares alone would cancel when the mean is large.
+        tile_mean = tl.sum(tl.where(seen, scores, 0.0), 1) / tl.maximum(here, 1.0)
+        off = tl.where(seen, scores - tile_mean[:, None], 0.0)
+        whole = tl.maximum(count + here, 1.0)
+        gap = tl.where((count > 0) & (here > 0) & (tile_mean != mean), tile_mean - mean, 0.0)
+        spread = spread + tl.sum(off * off, 1) + gap * gap * count * (here / whole)
+        mean = mean * (count / whole) + tile_mean * (here / whole)
         if kind.softcap or kind.mask == BIAS:
             highest = tl.maximum(state.highest, tl.max(tl.where(seen, raw, float("-inf")), 1))
             if CAREFUL:
@@ -185,7 +182,7 @@ def visit(
             where = tl.where(within, rows.low, NO_KEY)
         else:
             where = tl.min(tl.where(seen, key[None, :], NO_KEY), 1)
-        score = tl.max(tl.where(spot[None, :] == where[:, None] - start, scores, float("-inf")), 1)
+        score = tl.max(tl.where(key[None, :] == where[:, None], scores, float("-inf")), 1)
         opening_score = tl.where(where < opening, score, opening_score)
         opening = tl.minimum(opening, where)
     weighted, awry = state.weighted, state.awry
