@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path = [place for place in sys.path if Path(place).resolve() != HERE]
 
 import torch  # noqa: E402
+import triton  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from attemper import attend, read  # noqa: E402
@@ -140,6 +141,7 @@ def measure(dim, heads, length, causal, rounds):
     found = dict(zip(functions, seconds(list(functions.values()), rounds), strict=True))
     row = {"head_dim": dim, "heads": heads, "length": length, "causal": causal, "seconds": found}
     if length == 8192:
+        torch.cuda.empty_cache()
         found["eager"] = seconds([lambda: eager(*plain, causal)], 3, inner=1)[0]
         row["bytes"] = {name: extra_bytes(lambda call=call: call(*plain, causal)) for name, call in
                         {"eager": eager, "all": ours("all"), "cudnn": cudnn}.items()}  # fmt: skip
@@ -212,14 +214,25 @@ def main():
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA GPU here.")
-    rows = []
+    name = torch.cuda.get_device_name()
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    versions["cudnn"] = torch.backends.cudnn.version()
+    record = {"device": name, "date": datetime.now(UTC).date().isoformat(), "versions": versions}
+    record |= {"rounds": given.rounds, "rows": [], "special": []}
+    path = given.to or RESULTS / f"cuda-{name.lower().replace(' ', '-')}.json"
+
+    def keep(part, *found):
+        # At once: what was measured is not lost with what comes after it.
+        record[part] += found
+        path.write_text(json.dumps(record, indent=1) + "\n")
+
     for dim, heads in ((128, 16), (64, 32)):
         if str(dim) not in given.dims.split(","):
             continue
         for length in map(int, given.lengths.split(",")):
             for causal in (False, True):
                 row = measure(dim, heads, length, causal, given.rounds)
-                rows.append(row)
+                keep("rows", row)
                 times = row["seconds"]
                 ratios = "  ".join(f"{n} {times['cudnn'] / t:.2f}" for n, t in times.items() if "backward" not in n)
                 both = "  ".join(
@@ -227,27 +240,11 @@ def main():
                 )
                 kind = "causal" if causal else "full"
                 print(f"d {dim} n {length} {kind}: {ratios}  | {both}", file=sys.stderr, flush=True)
-    more = []
     if given.special:
-        more = [*windows_and_groups(128, 16, given.rounds), *windows_and_groups(64, 32, given.rounds)]
-        more.append(decoding(given.rounds))
-    for row in more:
-        print(row, file=sys.stderr, flush=True)
-    name = torch.cuda.get_device_name()
-    import triton
-
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
-    versions["cudnn"] = torch.backends.cudnn.version()
-    record = {
-        "device": name,
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions,
-        "rounds": given.rounds,
-        "rows": rows,
-        "special": more,
-    }
-    path = given.to or RESULTS / f"cuda-{name.lower().replace(' ', '-')}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+        for dim, heads in ((128, 16), (64, 32)):
+            keep("special", *windows_and_groups(dim, heads, given.rounds))
+        keep("special", decoding(given.rounds))
+        print(json.dumps(record["special"], indent=1), file=sys.stderr, flush=True)
     print(f"wrote {path}", file=sys.stderr)
 
 
