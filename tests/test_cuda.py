@@ -393,17 +393,17 @@ def test_gradients_of_fields(name):
     compared(GRADIENTS[name], differentiable=True)
 
 
-def plain_call(dtype=torch.bfloat16, lengths=(70, 70), dim=32, **options):
+def plain_call(dtype=torch.bfloat16, lengths=(70, 70), dim=64, **options):
     problem = pose(*three(*lengths, dim, dtype=dtype), **options)
     return call_of(problem, problem.batch, banded=True)
 
 
 PLAIN = {
-    "full": (three(), {}),
-    "causal, several tiles": (three(150, 150, batch=2), {"is_causal": True}),
-    "grouped heads": (three(70, 70, heads=4, kv_heads=2), {"is_causal": True, "enable_gqa": True}),
-    "a number as scale": (three(), {"scale": 0.3}),
-    "an open window": (three(), {"window": (500, 500)}),
+    "full": (three(dim=64), {}),
+    "causal, several tiles": (three(150, 150, 64, batch=2), {"is_causal": True}),
+    "grouped heads": (three(70, 70, 64, heads=4, kv_heads=2), {"is_causal": True, "enable_gqa": True}),
+    "a number as scale": (three(dim=64), {"scale": 0.3}),
+    "an open window": (three(dim=64), {"window": (500, 500)}),
 }
 
 
@@ -443,16 +443,16 @@ class TestCudnn:
         assert output == getattr(torch, dtype)
         assert len(logsumexp) == 3
         assert causal == ("is_causal" in options)
-        assert scale == pytest.approx(options.get("scale", 32**-0.5))
+        assert scale == pytest.approx(options.get("scale", 64**-0.5))
 
     @pytest.mark.parametrize("layout", ["transposed", "chunks", "shared", "head_dim not last"])
     def test_operands_as_they_lie(self, asked, layout):
-        x = draw(1, 1, 80, 2, 96, dtype=torch.bfloat16)
+        x = draw(1, 1, 80, 2, 192, dtype=torch.bfloat16)
         operands = {
-            "transposed": [draw(i, 1, 80, 2, 32, dtype=torch.bfloat16).transpose(1, 2) for i in range(3)],
+            "transposed": [draw(i, 1, 80, 2, 64, dtype=torch.bfloat16).transpose(1, 2) for i in range(3)],
             "chunks": x.transpose(1, 2).chunk(3, -1),
-            "shared": [draw(i, 1, 1, 80, 32, dtype=torch.bfloat16).expand(2, 2, 80, 32) for i in range(3)],
-            "head_dim not last": [draw(i, 1, 2, 32, 80, dtype=torch.bfloat16).transpose(2, 3) for i in range(3)],
+            "shared": [draw(i, 1, 1, 80, 64, dtype=torch.bfloat16).expand(2, 2, 80, 64) for i in range(3)],
+            "head_dim not last": [draw(i, 1, 2, 64, 80, dtype=torch.bfloat16).transpose(2, 3) for i in range(3)],
         }[layout]
         call = plain_call()._replace(q=operands[0], k=operands[1], v=operands[2])
         grad = torch.ones((), device=DEVICE, dtype=torch.bfloat16).expand(operands[0].shape)
@@ -476,7 +476,7 @@ class TestCudnn:
             "forward",
             lambda call, stats, *, apart: kept.append(stats) or _launch.forward(call, stats, apart=apart),
         )
-        operands = [x.requires_grad_() for x in three(dtype=torch.bfloat16)]
+        operands = [x.requires_grad_() for x in three(dim=64, dtype=torch.bfloat16)]
         triton_attend(*operands, stats="none")
         triton_attend(*operands, stats="pressure")
         triton_attend(*operands, stats="gradient_flow")
@@ -492,15 +492,15 @@ class TestCudnn:
 
     def test_pressure_alone(self, asked, monkeypatch):
         monkeypatch.delattr(_launch, "flow_kernel")
-        _, reading = gradients(three(dtype=torch.bfloat16), {}, backend="cuda", stats="pressure")
-        _, expected = gradients(wide(three(dtype=torch.bfloat16)), {}, backend="torch")
+        _, reading = gradients(three(dim=64, dtype=torch.bfloat16), {}, backend="cuda", stats="pressure")
+        _, expected = gradients(wide(three(dim=64, dtype=torch.bfloat16)), {}, backend="torch")
         torch.testing.assert_close(reading.pressure.double(), expected.pressure, rtol=5e-2, atol=5e-2)
         assert asked
         assert reading.gradient_flow is None
 
     @pytest.mark.parametrize("how", ["deterministic", "refused"])
     def test_what_was_kept_for_it_will_do_without_it(self, asked, monkeypatch, how):
-        operands = [x.requires_grad_() for x in three(dtype=torch.bfloat16)]
+        operands = [x.requires_grad_() for x in three(dim=64, dtype=torch.bfloat16)]
         output, _ = triton_attend(*operands, stats="none")
         grad = draw(8, *output.shape, dtype=torch.bfloat16)
         expected = torch.autograd.grad(output, operands, grad, retain_graph=True)
@@ -520,7 +520,7 @@ class TestCudnn:
             output, reading = triton_attend(q, k, v, is_causal=True)
             return output.float().square().sum(), reading
 
-        operands = [x.requires_grad_() for x in three(20, 20, dtype=torch.bfloat16)]
+        operands = [x.requires_grad_() for x in three(20, 20, 64, dtype=torch.bfloat16)]
         fast = torch.compile(loss, backend="aot_eager", fullgraph=True)
         (found, reading), (expected, own) = fast(*operands), loss(*operands)
         torch.testing.assert_close(torch.autograd.grad(found, operands), torch.autograd.grad(expected, operands))
@@ -542,8 +542,8 @@ class TestCudnn:
             {"scale": 0.0},
             {"scale": -0.2},
             {"scale": torch.tensor(0.2, device=DEVICE)},
-            {"dim": 36},
-            {"dim": 136},
+            {"dim": 32},
+            {"dim": 256},
             {"lengths": (70, 0)},
             {"lengths": (1, 70)},
         ],

@@ -27,6 +27,7 @@ ARROWS = {
     "_pytree": {"_reading"},
     "_backends": {
         "_arrays",
+        "_bounds",
         "_dropout",
         "_errors",
         "_memory",

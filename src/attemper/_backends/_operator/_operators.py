@@ -159,7 +159,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.flow_too = "gradient_flow" in stats.split(",")
     ctx.numbers = inputs[TENSORS:OPERANDS]
     ctx.set_materialize_grads(False)
-    if by_name["wide_output"].dim() == by_name["output"].dim():
+    if by_name["wide_output"].dim() > 1:
         by_name["output"] = by_name["wide_output"]
     # Not among the saved tensors, of which checkpointing and offloading hand back copies.
     plain = functorch_level() is None and not torch.compiler.is_compiling()

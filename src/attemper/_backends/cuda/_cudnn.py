@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .._operator import Call, empty_output
 
-DEEPEST = 128
-"""The head_dim up to which cuDNN differentiates on every GPU that it takes."""
+DEPTHS = (64, 128)
+"""Of the head_dims that cuDNN takes, those for which its gradients have been compared."""
 
 
 def is_causal(call: Call) -> bool | None:
@@ -47,8 +47,7 @@ def takes(call: Call) -> bool:
         return False
     if is_causal(call) is None:
         return False
-    depth = q.shape[3]
-    if depth != v.shape[3] or depth % 8 or not 0 < depth <= DEEPEST:
+    if q.shape[3] not in DEPTHS or v.shape[3] != q.shape[3]:
         return False
     # One query alone is a case of its own there, refused for some versions.
     if min(q.shape[0], q.shape[1], call.k.shape[1], call.k.shape[2]) < 1 or q.shape[2] < 2:
