@@ -651,3 +651,17 @@ def test_importing_needs_no_triton():
     code = "import sys, torch, attemper; from attemper._backends import cuda; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_gradient_flow_in_16_bits_is_not_spoilt_by_rounded_weights():
+    q, k, v = three(20, 20, 128, heads=4, dtype=torch.bfloat16)
+    # Values that have much in common: their differences are what flows.
+    v = (v[:, :, :1] + 0.1 * v).to(torch.bfloat16)
+    grad = draw(4, 1, 4, 20, 128, dtype=torch.bfloat16)
+    flows = []
+    for backend, dtype in (("cuda", torch.bfloat16), ("torch", torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        result = attend(*leaves, is_causal=True, backend=backend)
+        torch.autograd.grad(result.output, leaves, grad.to(dtype))
+        flows.append(result.reading.gradient_flow.double()[..., 1:])
+    torch.testing.assert_close(*flows, rtol=1e-4, atol=1e-5)

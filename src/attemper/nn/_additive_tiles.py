@@ -244,7 +244,7 @@ def _backward(call: Call, saved: Saved, grad_output: Tensor, *, bias_too: bool) 
         measured[1][tile] = pressure
     if measuring:
         # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
-        saved.gradients.data[0] = 1
+        saved.gradients.data[:1].fill_(1)
         saved.gradients.data[1:] = measured.flatten()
     if bias_too and call.mask is not None:
         grad_mask = grad_mask.to(call.mask.dtype)

@@ -183,7 +183,7 @@ def backward(
         return implementation("torch").backward(call, saved, upstream, bias_too=bias_too, flow_too=flow_too)
     if saved.gradients.numel():
         # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
-        saved.gradients.data[0] = 1
+        saved.gradients.data[:1].fill_(1)
         saved.gradients.data[1:] = torch.stack((flow, pressure)).flatten()
     to_scale = over_shared(pressure, call.scale) / call.scale
     to_sinks = q.new_empty(0)

@@ -227,8 +227,7 @@ def visit_keys(
             moved += tl.sum(off, 1)
             around += tl.sum(off * off, 1)
             weighed += tl.sum(pushed * off, 1)
-            if kind.sinks:
-                leaning += tl.sum(pushed, 1)
+            leaning += tl.sum(pushed, 1)
             if kind.mask != NO_MASK:
                 counted += tl.sum(tl.where(seen, 1.0, 0.0), 1)
     found = to_scores(power, scores, to_weights, seen, line, 1.0, kind, HIDDEN, False)
@@ -303,10 +302,11 @@ def to_queries_kernel(
         if kind.mask != NO_MASK:
             count = counted
         spread = around - moved * moved / tl.maximum(count, 1.0)
-        weighed = weighed * line.peak
-        if kind.sinks:
-            leaning = leaning * line.peak
-            weighed = weighed - leaning * leaning
+        # The pivot is not quite the mean: it follows from weights that were rounded for their product with v, and it is
+        # another's under a sink.
+        leaning = leaning * line.peak
+        weighed = weighed * line.peak - leaning * leaning
+        weighed = tl.where(weighed < 0, 0.0, weighed)
         # NaN where there was nothing to share.
         tl.store(flow + row, tl.where(spread > 0, weighed * count / spread, float("nan")), mask=rows.there)
     write_rows(to_q, found * line.factor, rows, sizes.depth, D)

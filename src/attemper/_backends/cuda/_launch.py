@@ -281,7 +281,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, fl
             x.zero_()
     if saved.gradients.numel():
         # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
-        saved.gradients.data[0] = 1
+        saved.gradients.data[:1].fill_(1)
         saved.gradients.data[1:] = torch.stack((flow, along * call.scale.to(call.wide)[..., None])).flatten()
     to_sinks = q.new_empty(0)
     if call.sinks is not None:
@@ -300,7 +300,7 @@ def _by_cudnn(call: Call, saved: Saved, grad: Tensor, *, flow_too: bool) -> tupl
     q = call.q
     if saved.gradients.numel():
         # Through .data, and the kernels behind torch's back: see above.
-        saved.gradients.data[0] = 1
+        saved.gradients.data[:1].fill_(1)
         flow, pressure = saved.gradients.data[1:].view(2, *q.shape[:-1])
         _dots(call, q, found[0], pressure)
         if flow_too:

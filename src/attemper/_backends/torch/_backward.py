@@ -115,7 +115,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, fl
         measured[1][where] = (along * scale).flatten(1, 2)
     if saved.gradients.numel():
         # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
-        saved.gradients.data[0] = 1
+        saved.gradients.data[:1].fill_(1)
         saved.gradients.data[1:] = measured.flatten()
     return (
         grad_q.to(q.dtype),
