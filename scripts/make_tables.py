@@ -258,6 +258,65 @@ def cpu_summary_table() -> str:
     return f"{caption}\n\n" + _table(("speed against torch's fused attention", "float32", "bfloat16"), lines)
 
 
+def _cuda() -> tuple[dict, list[dict]]:
+    record = json.loads((ROOT / "benchmarks/results/cuda-nvidia-h200.json").read_text())
+    return record, record["rows"]
+
+
+def _cuda_rows(columns: dict[str, str], peer: str = "cudnn") -> str:
+    """The peer's time over ours, for each problem."""
+    _, rows = _cuda()
+    cells = [
+        (
+            f"{row['head_dim']}, {row['length']}, {'causal' if row['causal'] else 'full'}",
+            *(f"{row['seconds'][peer] / row['seconds'][name]:.2f}" if name in row["seconds"] else "" for name in columns),
+        )
+        for row in rows
+    ]
+    return _table(("head_dim, length, keys seen", *columns.values()), cells)
+
+
+def cuda_machine_table() -> str:
+    record, _ = _cuda()
+    versions = record["versions"]
+    return (
+        f"{record['device']}, torch {versions['torch']}, Triton {versions['triton']}, cuDNN {versions['cudnn']}; "
+        f"{record['date']}; medians of {record['rounds']} rounds."
+    )
+
+
+def cuda_forward_table() -> str:
+    """How many times as fast as cuDNN's forward pass."""
+    columns = {"none": "no statistics", "sums": "sums over weights", "all": "all", "read": "`read`"}
+    columns |= {"portable none": "other GPUs' kernel, none", "portable all": "the same, all"}
+    columns |= {"flash": "torch's flash", "flex": "FlexAttention + max"}
+    return _cuda_rows(columns)
+
+
+def cuda_backward_table() -> str:
+    """How many times as fast as cuDNN, forward and backward."""
+    columns = {"pressure": "with pressure", "flow": "and gradient flow"}
+    columns = {f"{name}, backward too": title for name, title in columns.items()}
+    columns["flow, backward too, own"] = "the same, deterministic"
+    return _cuda_rows(columns, "cudnn, backward too")
+
+
+def cuda_eager_table() -> str:
+    """Against the matrix of scores and statistics from it."""
+    _, rows = _cuda()
+    cells = [
+        (
+            f"{row['head_dim']}, {row['length']}, {'causal' if row['causal'] else 'full'}",
+            f"{row['seconds']['eager'] / row['seconds']['all']:.0f}×",
+            f"{row['bytes']['eager'] / 2**30:.1f} GiB",
+            f"{row['bytes']['all'] / 2**30:.2f} GiB",
+        )
+        for row in rows
+        if "eager" in row["seconds"]
+    ]
+    return _table(("head_dim, length, keys seen", "times as fast", "memory of the matrix", "of `attend`"), cells)
+
+
 def _short(record: dict, package: str) -> str:
     return record["versions"][package].partition("+")[0]
 
@@ -403,6 +462,10 @@ QUICK = {
     "cpu_shapes": cpu_shapes_table,
     "cpu_rest": cpu_rest_table,
     "cpu_summary": cpu_summary_table,
+    "cuda_machine": cuda_machine_table,
+    "cuda_forward": cuda_forward_table,
+    "cuda_backward": cuda_backward_table,
+    "cuda_eager": cuda_eager_table,
     "zoo": zoo_table,
     "zoo_summary": zoo_summary_table,
     "claims": claims_table,
