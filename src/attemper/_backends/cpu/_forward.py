@@ -696,7 +696,8 @@ def forward_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any,
     unit = lanes(like) if d[slot.THIN] else KEYS_AT_ONCE
     k_wide = (depth + unit - 1) // unit * unit if d[slot.THIN] else depth
     v_wide = (value_depth + unit - 1) // unit * unit
-    for tile in range(low, high, KEY_TILE):
+    # Once where nobody sees a key too: what such rows have to say is written all the same.
+    for tile in range(low, max(high, low + 1), KEY_TILE):
         stop = min(tile + KEY_TILE, high)
         k_place, v_place = k_base + tile * d[slot.K_ROW] * item, v_base + tile * d[slot.V_ROW] * item
         k, k_stride = pointer_as(cells, k_place), d[slot.K_ROW] // cell
@@ -713,12 +714,11 @@ def forward_task(d: Any, f: Any, task: int, scratch: int, like: Any, cells: Any,
         for p in range(panels):
             panel = panel_at(room, begin, rows, p, depth, value_depth, like, cells)
             visit(d, f, room, panel, batch, head, tile, stop, k, k_stride, v, v_stride, mode)
-    for p in range(panels):
-        panel = panel_at(room, begin, rows, p, depth, value_depth, like, cells)
-        if d[slot.SPLITS] == 1:
-            finish(d, f, room, panel, batch, head)
-        else:
-            leave(d, panel, task, p, split)
+            # Not all panels in a row at the end: so much to be written at a time would have to wait.
+            if stop == high and d[slot.SPLITS] == 1:
+                finish(d, f, room, panel, batch, head)
+            elif stop == high:
+                leave(d, panel, task, p, split)
 
 
 # What is left when all keys have been seen.
