@@ -665,3 +665,21 @@ def test_gradient_flow_in_16_bits_is_not_spoilt_by_rounded_weights():
         torch.autograd.grad(result.output, leaves, grad.to(dtype))
         flows.append(result.reading.gradient_flow.double()[..., 1:])
     torch.testing.assert_close(*flows, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "expected"),
+    [
+        (torch.bfloat16, 64, "cuda"),
+        (torch.float32, 80, "cuda"),
+        (torch.float64, 64, "torch"),
+        (torch.float16, 300, "torch"),
+    ],
+)
+def test_auto_takes_these_kernels_for_what_they_compute_on_a_gpu(dtype, head_dim, expected):
+    with FakeTensorMode():
+        x = torch.empty(1, 2, 8, head_dim, dtype=dtype, device="cuda")
+        result = attend(x, x, x, is_causal=True)
+    assert result.reading.backend == expected
+    assert result.output.shape == x.shape
+    assert result.reading.entropy.device.type == "cuda"

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ._attend import attend
+from ._attend import HAS_TRITON, attend
 from ._backends import cpu
 from ._errors import OptionError, explain
 from ._machine import cores, has_amx, instructions, processor, versions
@@ -228,6 +228,8 @@ def _self_tests(
     backends = ["numpy"] if framework == "numpy" else ["torch", "identities"]
     if has_kernels and device == "cpu":
         backends.append("cpu")
+    if HAS_TRITON and device == "cuda":
+        backends.append("cuda")
     tests = []
     for backend in backends:
         for dtype in _dtypes(backend, framework, device, found):
