@@ -138,6 +138,30 @@ def _read(mail, place):
 
 
 @gluon.jit
+def _open(mail, letter, who: gl.constexpr, keys, N: gl.constexpr, BOUNDED: gl.constexpr):
+    """What a letter says to a consumer: which tiles, where its rows are, and the scale.
+
+    The tiles of the item are [lowest, highest), of which this one needs [low, high) and its rows see all of [free_low,
+    free_high) entirely.
+    """
+    lowest = 0
+    highest = _read(mail, letter + 2)
+    low = lowest
+    high = highest
+    free_low = 0
+    free_high = keys // N
+    if BOUNDED:
+        lowest = _read(mail, letter + 1)
+        high = gl.maximum(_read(mail, letter + 8 + 4 * who), lowest)
+        low = gl.minimum(_read(mail, letter + 7 + 4 * who), high)
+        free_low = _read(mail, letter + 9 + 4 * who)
+        free_high = _read(mail, letter + 10 + 4 * who)
+    place = (_read(mail, letter + 3), _read(mail, letter + 4), _read(mail, letter + 5) + who * _M)
+    c = _read(mail, letter + 6).to(gl.float32, bitcast=True)
+    return (lowest, highest, low, high, free_low, free_high), place, c
+
+
+@gluon.jit
 def _advance(stage, phase, STAGES: gl.constexpr):
     stage += 1
     if stage == STAGES:
@@ -374,25 +398,9 @@ def _consumer(
     mbarrier.wait(mail_full.index(0), mail_phase)
     item = _read(mail, 0)
     while item < items:
-        # The letter, and what of it concerns this consumer: tiles [low, high), of which the rows see all of [free_low,
-        # free_high) entirely.
-        letter = slot * _LETTER
-        lowest = 0
-        highest = _read(mail, letter + 2)
-        low = lowest
-        high = highest
-        free_low = 0
-        free_high = high
-        if BOUNDED:
-            lowest = _read(mail, letter + 1)
-            high = gl.maximum(_read(mail, letter + 8 + 4 * who), lowest)
-            low = gl.minimum(_read(mail, letter + 7 + 4 * who), high)
-            free_low = _read(mail, letter + 9 + 4 * who)
-            free_high = _read(mail, letter + 10 + 4 * who)
-        batch = _read(mail, letter + 3)
-        head = _read(mail, letter + 4)
-        row = _read(mail, letter + 5) + who * _M
-        c = _read(mail, letter + 6).to(gl.float32, bitcast=True)
+        tiles, place, c = _open(mail, slot * _LETTER, who, keys, N, BOUNDED)
+        lowest, highest, low, high, free_low, free_high = tiles
+        batch, head, row = place
         mbarrier.arrive(mail_empty.index(slot))
         slot, mail_phase = _advance(slot, mail_phase, 2)
 
@@ -580,6 +588,44 @@ def _consumer(
         tma.store_wait(0)
 
 
+@gluon.jit
+def _rings(
+    q_desc, k_desc, v_desc,
+    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for the tiles of Q, K and V, the barriers that say when they are full and empty, and the mail."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    ONE: gl.constexpr = mbarrier.MBarrierLayout()
+    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, _M, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], k_desc.layout)
+    # Without values the name stays, and nothing is kept under it.
+    v_tiles = k_tiles
+    if VALUES:
+        v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], v_desc.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    mail = gl.allocate_shared_memory(gl.int32, [2 * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
+    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
+    for i in gl.static_range(2):
+        mbarrier.init(mail_full.index(i), count=1)
+        mbarrier.init(mail_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    return (q_tiles, k_tiles, v_tiles), barriers, (mail, mail_full, mail_empty)
+
+
 _NUMBERS = ("queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices")
 _POINTERS = (
     "scale_ptr", "sinks_ptr", "first_ptr", "stop_ptr", "wide_ptr", "flags", "counter",
@@ -597,41 +643,14 @@ def _kernel(
     CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
 ):  # fmt: skip
-    DTYPE: gl.constexpr = q_desc.dtype
-    ONE: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, _M, D], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], k_desc.layout)
-    # Without values the names stay, and nothing is kept under them.
-    v_tiles = k_tiles
+    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, CONSUMERS, D, N, STAGES, VALUES)
+    q_tiles = buffers[0]
     o_tiles = q_tiles
     if VALUES:
-        v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], v_desc.layout)
-        o_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, _M, D], o_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    mail = gl.allocate_shared_memory(gl.int32, [2 * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    for i in gl.static_range(2):
-        mbarrier.init(mail_full.index(i), count=1)
-        mbarrier.init(mail_empty.index(i), count=CONSUMERS)
+        o_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, _M, D], o_desc.layout)
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
         mbarrier.init(turns.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
-
-    buffers = (q_tiles, k_tiles, v_tiles)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (queries, keys)
     shape = (heads, ratio, blocks, pairs, together, items)
     limits = (first_ptr, stop_ptr, low, high)
@@ -639,7 +658,6 @@ def _kernel(
         lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr
     )  # fmt: skip
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
-    post = (mail, mail_full, mail_empty)
     inputs = (q_desc, k_desc, v_desc, q_desc, q_tiles)
     results = (o_desc, o_tiles, wide_ptr, field_ptrs, flags, sinks_ptr)
     # A variable would make tensors of the constants.

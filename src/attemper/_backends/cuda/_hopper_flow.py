@@ -26,10 +26,12 @@ from ._hopper import (
     _advance,
     _bounds,
     _inside,
+    _open,
     _own_sum,
     _pass,
     _producer,
     _read,
+    _rings,
     copyable,
     described,
     processors,
@@ -46,7 +48,7 @@ _SCALES = (2.0**-20, 2.0**19)
 
 @gluon.jit
 def _consumer(
-    common, post, turns, rows_in, flow_ptr, g_tiles,
+    common, post, rows_in, flow_ptr, g_tiles,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):  # fmt: skip
@@ -68,23 +70,9 @@ def _consumer(
     mbarrier.wait(mail_full.index(0), mail_phase)
     item = _read(mail, 0)
     while item < items:
-        letter = slot * _LETTER
-        lowest = 0
-        highest = _read(mail, letter + 2)
-        low = lowest
-        high = highest
-        free_low = 0
-        free_high = keys // N
-        if BOUNDED:
-            lowest = _read(mail, letter + 1)
-            high = gl.maximum(_read(mail, letter + 8 + 4 * who), lowest)
-            low = gl.minimum(_read(mail, letter + 7 + 4 * who), high)
-            free_low = _read(mail, letter + 9 + 4 * who)
-            free_high = _read(mail, letter + 10 + 4 * who)
-        batch = _read(mail, letter + 3)
-        head = _read(mail, letter + 4)
-        row = _read(mail, letter + 5) + who * _M
-        c = _read(mail, letter + 6).to(gl.float32, bitcast=True)
+        tiles, place, c = _open(mail, slot * _LETTER, who, keys, N, BOUNDED)
+        lowest, highest, low, high, free_low, free_high = tiles
+        batch, head, row = place
         mbarrier.arrive(mail_empty.index(slot))
         slot, mail_phase = _advance(slot, mail_phase, 2)
 
@@ -114,7 +102,7 @@ def _consumer(
             g = g_tiles.index(who).reshape([_M, D])
             if BOUNDED:
                 stage, phase, _turn = _pass(
-                    highest - high, stage, phase, 0, barriers, turns, who, CONSUMERS, STAGES, True, False
+                    highest - high, stage, phase, 0, barriers, q_full, who, CONSUMERS, STAGES, True, False
                 )
             for step in range(high - low):
                 mbarrier.wait(k_full.index(stage), phase)
@@ -144,7 +132,7 @@ def _consumer(
             mbarrier.arrive(q_empty.index(who))
             if BOUNDED:
                 stage, phase, _turn = _pass(
-                    low - lowest, stage, phase, 0, barriers, turns, who, CONSUMERS, STAGES, True, False
+                    low - lowest, stage, phase, 0, barriers, q_full, who, CONSUMERS, STAGES, True, False
                 )
 
         count = gl.maximum(width, 1).to(gl.float32)
@@ -172,47 +160,19 @@ def _kernel(
     D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     CONSUMERS: gl.constexpr = 2
-    DTYPE: gl.constexpr = q_desc.dtype
-    ONE: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, _M, D], q_desc.layout)
-    g_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, _M, D], g_desc.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    mail = gl.allocate_shared_memory(gl.int32, [2 * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    for i in gl.static_range(2):
-        mbarrier.init(mail_full.index(i), count=1)
-        mbarrier.init(mail_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
-
-    buffers = (q_tiles, k_tiles, v_tiles)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, CONSUMERS, D, N, STAGES, True)
+    g_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, _M, D], g_desc.layout)
     sizes = (queries, keys)
     shape = (heads, ratio, blocks, pairs, together, items)
     # Nothing but a band hides keys here.
     limits = (scale_ptr, scale_ptr, low, high)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
-    post = (mail, mail_full, mail_empty)
     inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles)
     rows_in = (max_ptr, peak_ptr, pull_ptr)
     gl.warp_specialize(
         [
-            (_consumer, (common, post, q_full, rows_in, flow_ptr, g_tiles, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
-            (_consumer, (common, post, q_full, rows_in, flow_ptr, g_tiles, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
+            (_consumer, (common, post, rows_in, flow_ptr, g_tiles, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
+            (_consumer, (common, post, rows_in, flow_ptr, g_tiles, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
             (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, True, True)),
         ],
         [4, 1],
