@@ -178,7 +178,7 @@ class TestReady:
     def test_fields_in_one_piece_of_memory(self, queries):
         q, k, v = three(queries)
         call = call_of(pose(q, k, v), (1,))
-        wanted, _, _ = _launch._wanted(choose("all"), False)
+        wanted, _ = _launch._wanted(choose("all"), False)
         found = _launch._together(call, wanted, q.shape[:-1])
         assert tuple(found) == wanted
         assert len({x.data_ptr() for x in found.values()}) == len(wanted)
@@ -189,21 +189,20 @@ class TestReady:
 
 
 class TestMarks:
-    """What the kernel for Hopper leaves: fields that follow from others, and the rows that it marked."""
+    """What the kernel for Hopper leaves: the weight of first keys that differ, and the rows that it marked."""
 
-    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"sinks": draw(9, 2)}])
+    @pytest.mark.parametrize("options", [{}, {"window": (20, 30)}, {"sinks": draw(9, 2)}])
     def test_marked_rows_are_computed_and_others_left(self, options):
         q, k, v = three(200, 150)
         problem = pose(q, k, v, **options)
         call = call_of(problem, problem.batch)
         expected = triton_attend(q, k, v, **options)
         fields = {name: empty(call, name, q.shape[:-1]).fill_(7) for name in _launch.Fields._fields}
-        for name in ("logsumexp", "max_logit"):
-            fields[name].copy_(getattr(expected.reading, name))
+        fields["logsumexp"].copy_(expected.reading.logsumexp)
         output = empty_output(call, q.dtype).fill_(7)
         marks = torch.zeros(2 * 4, dtype=torch.int32, device=DEVICE)
         marks[1] = marks[6] = 1
-        _launch._careful(call, 2, output, None, _launch.Fields(**fields), marks, complete=True)
+        _launch._after_hopper(call, 2, output, None, _launch.Fields(**fields), marks, opening=True)
         marked = torch.zeros(1, 2, 200, dtype=torch.bool, device=DEVICE)
         marked[0, 0, 64:128] = marked[0, 1, 128:192] = True
         torch.testing.assert_close(output[marked], expected.output[marked])
@@ -211,8 +210,8 @@ class TestMarks:
         for name in ("entropy", "score_std", "output_norm"):
             torch.testing.assert_close(fields[name][marked], getattr(expected.reading, name)[marked])
             assert (fields[name][~marked] == 7).all()
-        for name in _launch.FOLLOWING:
-            torch.testing.assert_close(fields[name], getattr(expected.reading, name), rtol=1e-5, atol=1e-6)
+        opening, right = fields["first_key_weight"], expected.reading.first_key_weight
+        torch.testing.assert_close(opening, right, rtol=1e-5, atol=1e-6)
 
 
 class TestBands:

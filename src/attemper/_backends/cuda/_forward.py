@@ -1,7 +1,7 @@
 """The forward pass in Triton: output and statistics, on any GPU that Triton supports.
 
 Scores are kept as exponents of 2. The State (see `attemper._state`) of a block of rows grows tile by tile. A block of
-which a row ends in a number that is not finite is marked, and a second launch computes marked blocks again, with care:
+which a row ends in a number that is not finite is marked, and a second kernel computes marked blocks again, with care:
 0 · NaN is NaN, and what a hidden key holds must not reach a row.
 """
 
@@ -360,9 +360,18 @@ def close(state, clear, kind: tl.constexpr):
 
 
 @triton.jit
+def place_of_block(block, sizes):
+    """The batch entry and the (first) head of a block, and which of their blocks it is."""
+    turn = block % sizes.blocks
+    unit = block // sizes.blocks
+    stacks = sizes.heads // sizes.stack
+    return unit // stacks, unit % stacks * sizes.stack, turn
+
+
+@triton.jit
 def forward_kernel(
     q, k, v, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields, mark, partial,
-    kind: tl.constexpr, CAREFUL: tl.constexpr,
+    kind: tl.constexpr,
 ):  # fmt: skip
     """A block of rows against all keys that any of them sees, or against one split of them."""
     BN: tl.constexpr = kind.keys
@@ -373,16 +382,8 @@ def forward_kernel(
         split = program % sizes.splits
         program = program // sizes.splits
     # Late rows first: under a causal mask they see most. Neighbours in time share their keys.
-    turn = sizes.blocks - 1 - program % sizes.blocks
-    unit = program // sizes.blocks
-    block = unit * sizes.blocks + turn
-    stacks = sizes.heads // sizes.stack
-    batch, head = unit // stacks, unit % stacks * sizes.stack
-    if CAREFUL:
-        if tl.load(mark + block) == 0:
-            if kind.complete:
-                complete(turn * kind.rows, batch, head, q, k, first, stop, scale, sinks, sizes, fields, kind)
-            return
+    block = program + sizes.blocks - 1 - 2 * (program % sizes.blocks)
+    batch, head, turn = place_of_block(block, sizes)
     k_head = head // sizes.group
     rows, known = open_block(turn * kind.rows, batch, head, first, stop, scale, sizes, masked, dropped, kind)
     own = load_rows(q, rows, sizes.depth, D)
@@ -392,10 +393,10 @@ def forward_kernel(
         least, most = tl.maximum(least, split * share), tl.minimum(most, (split + 1) * share)
     least = least // BN * BN
     state = fresh(kind.rows, kind.value_depth)
-    if kind.softcap or kind.mask != NO_MASK or kind.dropout or CAREFUL:
+    if kind.softcap or kind.mask != NO_MASK or kind.dropout:
         for start in tl.range(least, most, BN):
             state = visit(
-                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, CAREFUL
+                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, False
             )  # fmt: skip
     else:
         # Whole tiles that all rows see go without a mask; but first the ends, before and behind them, and each row's
@@ -411,7 +412,7 @@ def forward_kernel(
         for i in tl.range(0, before + behind):
             start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
             state = visit(
-                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, CAREFUL
+                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, False
             )  # fmt: skip
         for start in tl.range(inner, end, BN):
             state = visit_clear(state, start, own, k, v, k_head, rows, known.factor, sizes, kind)
@@ -419,7 +420,31 @@ def forward_kernel(
     if kind.split:
         leave(state, partial, block, split, sizes, kind)
     else:
-        finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, CAREFUL)
+        finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
+
+
+@triton.jit
+def careful_kernel(
+    q, k, v, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields, mark, blocks,
+    kind: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Of some blocks those that are marked: mostly none, and then this has to be over at once."""
+    begin = tl.program_id(0) * SPAN
+    mine = begin + tl.arange(0, SPAN)
+    if tl.max(tl.load(mark + mine, mask=mine < blocks, other=0), 0) == 0:
+        return
+    for block in tl.range(begin, tl.minimum(begin + SPAN, blocks)):
+        if tl.load(mark + block) != 0:
+            batch, head, turn = place_of_block(block, sizes)
+            rows, known = open_block(turn * kind.rows, batch, head, first, stop, scale, sizes, masked, dropped, kind)
+            own = load_rows(q, rows, sizes.depth, kind.depth)
+            least, most, _clear, _clear_stop = range_of_block(rows, sizes.keys)
+            state = fresh(kind.rows, kind.value_depth)
+            for start in tl.range(least // kind.keys * kind.keys, most, kind.keys):
+                state = visit(
+                    state, start, own, k, v, head // sizes.group, rows, known, masked, dropped, softcap, sizes, kind, True
+                )  # fmt: skip
+            finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, True)
 
 
 PARTS: tl.constexpr = tl.constexpr(10)
@@ -451,10 +476,7 @@ def merge_kernel(
     BM: tl.constexpr = kind.rows
     DV: tl.constexpr = kind.value_depth
     block = tl.program_id(0)
-    turn = block % sizes.blocks
-    unit = block // sizes.blocks
-    stacks = sizes.heads // sizes.stack
-    batch, head = unit // stacks, unit % stacks * sizes.stack
+    batch, head, turn = place_of_block(block, sizes)
     rows, _known = open_block(turn * BM, batch, head, first, stop, scale, sizes, masked, dropped, kind)
     row = tl.arange(0, BM)
     component = tl.arange(0, DV)
@@ -492,30 +514,21 @@ def merge_kernel(
 
 
 @triton.jit
-def complete(begin, batch, head, q, k, first, stop, scale, sinks, sizes, fields, kind: tl.constexpr):
-    """The fields that follow from others: beside a kernel that gives the output and the sums."""
+def opening_kernel(q, k, first, stop, scale, sizes, fields, kind: tl.constexpr):
+    """The weight of the first key that a row sees, beside a kernel that gives the logsumexp."""
     BM: tl.constexpr = kind.rows
-    rows = open_rows(begin, batch, head, first, stop, sizes, BM, kind.bounded)
+    batch, head, turn = place_of_block(tl.program_id(0), sizes)
+    rows = open_rows(turn * BM, batch, head, first, stop, sizes, BM, kind.bounded)
     row, there, seen = place_of_rows(rows, sizes), rows.there, rows.low < rows.high
     logsumexp = tl.load(fields.logsumexp + row, mask=there, other=0.0)
-    tl.store(fields.max_qk + row, tl.load(fields.max_logit + row, mask=there, other=0.0), mask=there)
-    tl.store(fields.visible_keys + row, tl.maximum(rows.high - rows.low, 0).to(tl.int64), mask=there)
-    # Blocks with a row that is not sound are computed again, and say so then.
-    tl.store(fields.nonfinite + row, tl.zeros([BM], tl.int64), mask=there)
-    mass = tl.zeros([BM], tl.float32)
-    if kind.sinks:
-        sink = tl.load(sinks + batch * sizes.sinks_batch + rows.head * sizes.sinks_head, mask=there, other=0.0)
-        mass = tl.where(sink == float("-inf"), 0.0, 1 / (1 + tl.exp2((logsumexp - sink) * LOG2E)))
-    tl.store(fields.sink_mass + row, mass, mask=there)
-    if kind.measure >= MOMENTS:
-        score = tl.zeros([BM], tl.float32)
-        places = starts_of_rows(q, rows)
-        k_places = batch.to(tl.int64) * k.batch + (rows.head // sizes.group).to(tl.int64) * k.head
-        k_places += rows.low.to(tl.int64) * k.row
-        for i in tl.range(0, sizes.depth, 32):
-            component = i + tl.arange(0, 32)
-            left = tl.load(q.data + places[:, None] + component[None, :], mask=seen[:, None], other=0.0)
-            right = tl.load(k.data + k_places[:, None] + component[None, :], mask=seen[:, None], other=0.0)
-            score += tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
-        score *= tl.load(scale + batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=there, other=0.0)
-        tl.store(fields.first_key_weight + row, tl.where(seen, tl.exp2((score - logsumexp) * LOG2E), 0.0), mask=there)
+    score = tl.zeros([BM], tl.float32)
+    places = starts_of_rows(q, rows)
+    k_places = batch.to(tl.int64) * k.batch + (rows.head // sizes.group).to(tl.int64) * k.head
+    k_places += rows.low.to(tl.int64) * k.row
+    for i in tl.range(0, sizes.depth, 32):
+        component = i + tl.arange(0, 32)
+        left = tl.load(q.data + places[:, None] + component[None, :], mask=seen[:, None], other=0.0)
+        right = tl.load(k.data + k_places[:, None] + component[None, :], mask=seen[:, None], other=0.0)
+        score += tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
+    score *= tl.load(scale + batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=there, other=0.0)
+    tl.store(fields.first_key_weight + row, tl.where(seen, tl.exp2((score - logsumexp) * LOG2E), 0.0), mask=there)

@@ -5,7 +5,7 @@ A block of threads is one warp that copies (the producer) and two or three warpg
 query rows each. The producer takes items, blocks of query rows of one head, from a counter in memory until none is
 left, says what they are in a mailbox, and keeps rings of tiles of K and V full. A consumer starts QKᵀ of a tile and PV
 of the tile before, then takes the softmax; consumers start their products in turn, so that while one exponentiates,
-another multiplies.
+another multiplies. At the end of an item it starts QKᵀ of the next before it writes what it found.
 
 The exponent has a fixed reference, per row the largest score of the first tile in which the row sees a key, and nothing
 is ever rescaled. Where that was a bad choice (a later score more than 60 powers of two above) and wherever a number is
@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .._operator import COUNTS
 from ._ready import launch
 
 if TYPE_CHECKING:
@@ -43,11 +44,12 @@ ROWS = 64
 
 FIELDS = (
     "logsumexp", "max_logit", "largest_weight", "expected_score", "entropy", "collision", "output_norm", "score_mean",
-    "score_std",
+    "score_std", "max_qk", "first_key_weight", "sink_mass", "visible_keys", "nonfinite",
 )  # fmt: skip
 """What this kernel measures, in the order of the lowest bits of its `choices`."""
 
-_LEVELS = dict(zip(FIELDS, (0, 1, 1, 2, 2, 2, 2, 3, 3), strict=True))
+# Numbers that are not finite are all found from level 2 on.
+_LEVELS = dict(zip(FIELDS, (0, 1, 1, 2, 2, 2, 2, 3, 3, 1, 3, 0, 0, 2), strict=True))
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _CACHED_BYTES = 32 << 20
@@ -70,15 +72,15 @@ _SCALE_LIMIT = gl.constexpr(2.0**20)
 """Within it, and within its inverse, _HIDDEN times the scale is a float32 and beyond _REFERENCE_LIMIT."""
 
 # More bits of `choices`: what is there, and along which axes.
-_WIDE = gl.constexpr(1 << 9)
-_SINKS = gl.constexpr(1 << 10)
-_SCALE_PER_BATCH = gl.constexpr(1 << 11)
-_SCALE_PER_HEAD = gl.constexpr(1 << 12)
-_SINKS_PER_BATCH = gl.constexpr(1 << 13)
-_SINKS_PER_HEAD = gl.constexpr(1 << 14)
-_FIRST_PER_BATCH = gl.constexpr(1 << 15)
-_STOP_PER_BATCH = gl.constexpr(1 << 16)
-_BAND = gl.constexpr(1 << 17)
+_WIDE = gl.constexpr(1 << 14)
+_SINKS = gl.constexpr(1 << 15)
+_SCALE_PER_BATCH = gl.constexpr(1 << 16)
+_SCALE_PER_HEAD = gl.constexpr(1 << 17)
+_SINKS_PER_BATCH = gl.constexpr(1 << 18)
+_SINKS_PER_HEAD = gl.constexpr(1 << 19)
+_FIRST_PER_BATCH = gl.constexpr(1 << 20)
+_STOP_PER_BATCH = gl.constexpr(1 << 21)
+_BAND = gl.constexpr(1 << 22)
 
 _LETTER = gl.constexpr(20)
 """Numbers of a letter, by which the producer tells the consumers all about an item, so that they need not look it up:
@@ -142,7 +144,7 @@ def _open(mail, letter, who: gl.constexpr, keys, N: gl.constexpr, BOUNDED: gl.co
     """What a letter says to a consumer: which tiles, where its rows are, and the scale.
 
     The tiles of the item are [lowest, highest), of which this one needs [low, high) and its rows see all of [free_low,
-    free_high) entirely.
+    free_high) entirely. There is always one: a consumer whose rows see nothing looks at one in vain.
     """
     lowest = 0
     highest = _read(mail, letter + 2)
@@ -152,8 +154,11 @@ def _open(mail, letter, who: gl.constexpr, keys, N: gl.constexpr, BOUNDED: gl.co
     free_high = keys // N
     if BOUNDED:
         lowest = _read(mail, letter + 1)
-        high = gl.maximum(_read(mail, letter + 8 + 4 * who), lowest)
-        low = gl.minimum(_read(mail, letter + 7 + 4 * who), high)
+        low = _read(mail, letter + 7 + 4 * who)
+        high = _read(mail, letter + 8 + 4 * who)
+        nothing = high <= low
+        low = gl.where(nothing, highest - 1, low)
+        high = gl.where(nothing, highest, high)
         free_low = _read(mail, letter + 9 + 4 * who)
         free_high = _read(mail, letter + 10 + 4 * who)
     place = (_read(mail, letter + 3), _read(mail, letter + 4), _read(mail, letter + 5) + who * _M)
@@ -183,15 +188,15 @@ def _announce(
     head = pair % heads
     row = block * (CONSUMERS * _M)
     c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
-    good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
     lowest = 0
-    highest = 0
+    highest = gl.cdiv(sizes[1], N)
     if BOUNDED:
         lowest = _FARTHEST
+        highest = 0
         for who in gl.static_range(CONSUMERS):
             rows = row + who * _M + gl.arange(0, _M, gl.BlockedLayout([2], [32], [1], [0]))
             first, stop = _bounds(limits, batch, rows, sizes, choices)
-            seen = (stop > first) & good
+            seen = stop > first
             least_stop = gl.min(gl.where(seen, stop, _FARTHEST), axis=0)
             last_stop = gl.max(gl.where(seen, stop, 0), axis=0)
             low = gl.min(gl.where(seen, first, _FARTHEST), axis=0) // N
@@ -205,9 +210,8 @@ def _announce(
             _write(mail, letter + 10 + 4 * who, least_stop // N - late.to(gl.int32))
             lowest = gl.minimum(lowest, low)
             highest = gl.maximum(highest, high)
-        lowest = gl.minimum(lowest, highest)
-    elif good:
-        highest = gl.cdiv(sizes[1], N)
+        highest = gl.maximum(highest, 1)
+        lowest = gl.minimum(lowest, highest - 1)
     _write(mail, letter, item)
     _write(mail, letter + 1, lowest)
     _write(mail, letter + 2, highest)
@@ -240,16 +244,16 @@ def _send(
 def _producer(
     common, post, inputs, counter,
     CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
-    GRADIENT: gl.constexpr,
+    GRADIENT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """With GRADIENT another matrix of query rows comes beside Q."""
+    """With GRADIENT another matrix of query rows comes beside Q; with AHEAD consumers begin an item too many."""
     _, _, _, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     q_desc, _, _, g_desc, g_tiles = inputs
     ratio = shape[1]
     items = shape[5]
     q_tiles, _, _ = buffers
-    q_full, q_empty, _, _, _, _ = barriers
+    q_full, q_empty, k_full, k_empty, _, _ = barriers
     stage = 0
     phase = 1
     q_phase = 1
@@ -260,18 +264,15 @@ def _producer(
     mbarrier.arrive(mail_full.index(0))
     while item < items:
         kv_head = head // ratio
-        if highest > lowest:
-            for who in gl.static_range(CONSUMERS):
-                mbarrier.wait(q_empty.index(who), q_phase)
-                place = [batch, head, row + who * _M, 0]
-                mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes * (2 if GRADIENT else 1))
-                tma.async_copy_global_to_shared(q_desc, place, q_full.index(who), q_tiles.index(who))
-                if GRADIENT:
-                    tma.async_copy_global_to_shared(g_desc, place, q_full.index(who), g_tiles.index(who))
-            q_phase ^= 1
-            stage, phase = _send(
-                (highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES
-            )
+        for who in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(who), q_phase)
+            place = [batch, head, row + who * _M, 0]
+            mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes * (2 if GRADIENT else 1))
+            tma.async_copy_global_to_shared(q_desc, place, q_full.index(who), q_tiles.index(who))
+            if GRADIENT:
+                tma.async_copy_global_to_shared(g_desc, place, q_full.index(who), g_tiles.index(who))
+        q_phase ^= 1
+        stage, phase = _send((highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES)
         # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
         slot, mail_phase = _advance(slot, mail_phase, 2)
         coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -290,6 +291,13 @@ def _producer(
         batch = next_batch
         head = next_head
         row = next_row
+    if AHEAD:
+        # Whatever lies there, somebody multiplies it, and nobody looks at what comes out.
+        for who in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(who), q_phase)
+            mbarrier.arrive(q_full.index(who))
+        mbarrier.wait(k_empty.index(stage), phase)
+        mbarrier.arrive(k_full.index(stage))
 
 
 @gluon.jit
@@ -309,12 +317,15 @@ def _column(x, like):
 
 
 @gluon.jit
-def _inside(s, tile, first, width, N: gl.constexpr):
-    """Which scores of a tile belong to keys that their row sees."""
+def _shown(s, tile, first, width, N: gl.constexpr):
+    """The scores of a tile, _HIDDEN for keys that their row does not see."""
     keys = tile * N + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
-    # One unsigned comparison for both ends.
     distance = gl.expand_dims(keys, 0) - gl.expand_dims(first, 1)
-    return distance.to(gl.uint32, bitcast=True) < gl.expand_dims(width, 1).to(gl.uint32, bitcast=True)
+    # One unsigned comparison for both ends. Of a plain one LLVM makes vectors of bits, and takes them apart again.
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fF1800000, p; }", "=f,f,r,r",
+        [s, distance, gl.expand_dims(width, 1)], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -370,14 +381,62 @@ def _pass(
 
 
 @gluon.jit
+def _begin(
+    slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns,
+    who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """Open the next letter and start QKᵀ of its first tile; behind the last item of whatever lies there."""
+    _, _, sizes, shape, _, buffers, barriers = common
+    mail, mail_full, mail_empty = post
+    q_tiles, k_tiles, _ = buffers
+    q_full, _, k_full, _, _, _ = barriers
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    mbarrier.wait(mail_full.index(slot), mail_phase)
+    item = _read(mail, slot * _LETTER)
+    tiles, place, c = _open(mail, slot * _LETTER, who, sizes[1], N, BOUNDED)
+    mbarrier.arrive(mail_empty.index(slot))
+    slot, mail_phase = _advance(slot, mail_phase, 2)
+    mbarrier.wait(q_full.index(who), q_phase)
+    q_phase ^= 1
+    if BOUNDED:
+        skipped = gl.where(item < shape[5], tiles[1] - tiles[3], 0)
+        stage, phase, turn_phase = _pass(
+            skipped, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, VALUES
+        )
+    mbarrier.wait(k_full.index(stage), phase)
+    if VALUES:
+        mbarrier.wait(turns.index(who), turn_phase)
+        turn_phase ^= 1
+    q = q_tiles.index(who).reshape([_M, D])
+    k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
+    s = warpgroup_mma(q, k, gl.zeros([_M, N], gl.float32, S), use_acc=False, is_async=True)
+    if VALUES:
+        mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
+    return s, item, tiles, place, c, slot, mail_phase, stage, phase, q_phase, turn_phase
+
+
+@gluon.jit
+def _log2(x):
+    """Of numbers far from 0 and infinity, to 22 bits behind the point."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _opening(s):
+    """The scores of a tile's first key, as bits: each with one of the four threads that share a row."""
+    first = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)) == 0
+    return _own_sum(gl.where(gl.expand_dims(first, 0), s.to(gl.int32, bitcast=True), 0))
+
+
+@gluon.jit
 def _consumer(
     common, post, turns, results,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
 ):  # fmt: skip
     _, limits, sizes, shape, choices, buffers, barriers = common
-    mail, mail_full, mail_empty = post
-    o_desc, o_tiles, wide_ptr, field_ptrs, flags, sinks_ptr = results
+    o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr = results
     queries, keys = sizes
     heads = shape[0]
     items = shape[5]
@@ -389,21 +448,23 @@ def _consumer(
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     R: gl.constexpr = gl.SliceLayout(1, S)
+    q = q_tiles.index(who).reshape([_M, D])
+    zero = gl.zeros([_M, N], gl.float32, S)
+    nothing = gl.zeros_like(_own_sum(zero))
+    slot = 0
+    mail_phase = 0
     stage = 0
     phase = 0
     q_phase = 0
     turn_phase = 1 if who == 0 else 0
-    slot = 0
-    mail_phase = 0
-    mbarrier.wait(mail_full.index(0), mail_phase)
-    item = _read(mail, 0)
+    s, item, tiles, place, c, slot, mail_phase, stage, phase, q_phase, turn_phase = _begin(
+        slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns,
+        who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
+    )  # fmt: skip
+    s = warpgroup_mma_wait(0, deps=(s,))
     while item < items:
-        tiles, place, c = _open(mail, slot * _LETTER, who, keys, N, BOUNDED)
-        lowest, highest, low, high, free_low, free_high = tiles
+        lowest, _highest, low, high, free_low, free_high = tiles
         batch, head, row = place
-        mbarrier.arrive(mail_empty.index(slot))
-        slot, mail_phase = _advance(slot, mail_phase, 2)
-
         pair = batch * heads + head
         rows = row + gl.arange(0, _M, R)
         if BOUNDED:
@@ -415,112 +476,116 @@ def _consumer(
             width = first + keys
             sees = rows < queries
 
-        zero = gl.zeros([_M, N], gl.float32, S)
         o = gl.zeros([_M, D], gl.float32, A)
-        reference = gl.full([_M], _NO_REFERENCE, gl.float32, R)
-        nothing = gl.zeros_like(_own_sum(zero))
         sums = (nothing, nothing, nothing, nothing.to(gl.int32))
         # Sums over the scores themselves, not weighed: of tiles looked at row by row about the reference, so that a row
         # of one key has a variance of 0, and of those of which all rows see all, cheaper, of q·k about 0.
         near = (nothing, nothing)
         far_moved = nothing
         far_spread = nothing
-        if highest > lowest:
-            mbarrier.wait(q_full.index(who), q_phase)
-            q_phase ^= 1
-            q = q_tiles.index(who).reshape([_M, D])
+        tile = high - 1
+        mbarrier.arrive(k_empty.index(stage))
+        opening = nothing.to(gl.int32)
+        if LEVEL >= 3:
+            opening = _opening(s)
+        s = _shown(s, tile, first, width, N)
+        reference = gl.max(s, axis=1) * c
+        if BOUNDED:
+            reference = gl.where(_meets(tile, first, width, N), reference, _NO_REFERENCE)
+        if LEVEL >= 3:
+            near = _scatter(s, reference, c, near)
+        p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
+        v_stage = stage
+        v_phase = phase
+        stage, phase = _advance(stage, phase, STAGES)
+        for step in range(1, high - low):
+            mbarrier.wait(k_full.index(stage), phase)
+            if VALUES:
+                mbarrier.wait(turns.index(who), turn_phase)
+                turn_phase ^= 1
+            k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
+            s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+            if VALUES:
+                mbarrier.wait(v_full.index(v_stage), v_phase)
+                o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
+                mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
+            s = warpgroup_mma_wait(1 if VALUES else 0, deps=(s,))
+            tile = high - 1 - step
+            slow = False
+            if LEVEL >= 3:
+                opening = _opening(s)
             if BOUNDED:
-                stage, phase, turn_phase = _pass(
-                    highest - high, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, VALUES
-                )
-            if high > low:
-                tile = high - 1
-                mbarrier.wait(k_full.index(stage), phase)
-                if VALUES:
-                    mbarrier.wait(turns.index(who), turn_phase)
-                    turn_phase ^= 1
-                k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
-                s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-                if VALUES:
-                    mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-                s = warpgroup_mma_wait(0, deps=(s,))
-                mbarrier.arrive(k_empty.index(stage))
-                s = gl.where(_inside(s, tile, first, width, N), s, _HIDDEN)
-                if BOUNDED:
-                    reference = gl.where(_meets(tile, first, width, N), gl.max(s, axis=1) * c, reference)
-                else:
-                    reference = gl.max(s, axis=1) * c
+                slow = (tile < free_low) | (tile >= free_high)
+            if BOUNDED and slow:
+                s = _shown(s, tile, first, width, N)
+                new = (reference == _NO_REFERENCE) & _meets(tile, first, width, N)
+                reference = gl.where(new, gl.max(s, axis=1) * c, reference)
                 if LEVEL >= 3:
                     near = _scatter(s, reference, c, near)
-                p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
-                v_stage = stage
-                v_phase = phase
-                stage, phase = _advance(stage, phase, STAGES)
-                for step in range(1, high - low):
-                    mbarrier.wait(k_full.index(stage), phase)
-                    if VALUES:
-                        mbarrier.wait(turns.index(who), turn_phase)
-                        turn_phase ^= 1
-                    k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
-                    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-                    if VALUES:
-                        mbarrier.wait(v_full.index(v_stage), v_phase)
-                        o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
-                        mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-                    s = warpgroup_mma_wait(1 if VALUES else 0, deps=(s,))
-                    tile = high - 1 - step
-                    slow = False
-                    if BOUNDED:
-                        slow = (tile < free_low) | (tile >= free_high)
-                    if BOUNDED and slow:
-                        s = gl.where(_inside(s, tile, first, width, N), s, _HIDDEN)
-                        new = (reference == _NO_REFERENCE) & _meets(tile, first, width, N)
-                        reference = gl.where(new, gl.max(s, axis=1) * c, reference)
-                        if LEVEL >= 3:
-                            near = _scatter(s, reference, c, near)
-                    elif LEVEL >= 3:
-                        far_moved += _own_sum(s)
-                        far_spread += _own_sum(s * s)
-                    p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
-                    if VALUES:
-                        o = warpgroup_mma_wait(0, deps=(o,))
-                        mbarrier.arrive(v_empty.index(v_stage))
-                    # Not before: one stop of the warpgroup for both is cheaper than an earlier copy.
-                    mbarrier.arrive(k_empty.index(stage))
-                    v_stage = stage
-                    v_phase = phase
-                    stage, phase = _advance(stage, phase, STAGES)
-                mbarrier.arrive(q_empty.index(who))
-                if VALUES:
-                    mbarrier.wait(v_full.index(v_stage), v_phase)
-                    o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
-                    o = warpgroup_mma_wait(0, deps=(o,))
-                    mbarrier.arrive(v_empty.index(v_stage))
-            else:
-                mbarrier.arrive(q_empty.index(who))
-            if BOUNDED:
-                stage, phase, turn_phase = _pass(
-                    low - lowest, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, VALUES
-                )
+            elif LEVEL >= 3:
+                far_moved += _own_sum(s)
+                far_spread += _own_sum(s * s)
+            p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
+            if VALUES:
+                o = warpgroup_mma_wait(0, deps=(o,))
+                mbarrier.arrive(v_empty.index(v_stage))
+            # Not before: one stop of the warpgroup for both is cheaper than an earlier copy.
+            mbarrier.arrive(k_empty.index(stage))
+            v_stage = stage
+            v_phase = phase
+            stage, phase = _advance(stage, phase, STAGES)
+        mbarrier.arrive(q_empty.index(who))
+        if VALUES:
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
+            o = warpgroup_mma_wait(0, deps=(o,))
+            mbarrier.arrive(v_empty.index(v_stage))
+        if BOUNDED:
+            stage, phase, turn_phase = _pass(
+                low - lowest, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, VALUES
+            )
+        good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
+        of_next = _begin(
+            slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns,
+            who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
+        )  # fmt: skip
+        next_s, item, tiles, place, next_c, slot, mail_phase, stage, phase, q_phase, turn_phase = of_next
 
         # What is not a number fails every comparison. A row that sees nothing has nothing to fail.
         total, tilted, squares, largest = sums
         total = gl.convert_layout(gl.sum(total, axis=1), R)
-        good = (total < _SUM_LIMIT) & (total > 1 / _SUM_LIMIT) & (gl.abs(reference) < _REFERENCE_LIMIT)
+        good = good & (total < _SUM_LIMIT) & (total > 1 / _SUM_LIMIT) & (gl.abs(reference) < _REFERENCE_LIMIT)
         inverse = 1.0 / total
-        log_total = gl.log2(total)
+        log_total = _log2(total)
         logsumexp = reference + log_total
         there = rows < queries
         at = pair.to(gl.int64) * queries + rows
-        lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr = field_ptrs
+        (
+            lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
+            qk_ptr, opening_ptr, sink_ptr,
+        ) = field_ptrs  # fmt: skip
+        visible_ptr, nonfinite_ptr = count_ptrs
         infinity = float("inf")
         lse = gl.where(sees, logsumexp * _LN_2, -infinity)
         gl.store(lse_ptr + at, lse, mask=there & ((choices & 1) > 0))
+        gl.store(visible_ptr + at, width.to(gl.int64), mask=there & ((choices & 4096) > 0))
+        # Rows that are not sound are computed again, and counted then.
+        gl.store(nonfinite_ptr + at, gl.zeros([_M], gl.int64, R), mask=there & ((choices & 8192) > 0))
+        share = inverse
+        mass = gl.zeros([_M], gl.float32, R)
+        if (choices & _SINKS) > 0:
+            sink = _of_head(sinks_ptr, batch, head, heads, choices, _SINKS_PER_BATCH, _SINKS_PER_HEAD)
+            gap = sink - gl.where(sees, logsumexp, -infinity)
+            # Two logistics of the difference, which neither side can overflow.
+            share *= 1.0 / (1.0 + gl.exp2(gap))
+            mass = gl.where(sink > -infinity, 1.0 / (1.0 + gl.exp2(-gap)), 0.0)
+        gl.store(sink_ptr + at, mass, mask=there & ((choices & 2048) > 0))
         if LEVEL >= 1:
             weight = gl.convert_layout(gl.max(largest, axis=1).to(gl.float32, bitcast=True), R)
-            highest_score = gl.where(sees, (reference + gl.log2(weight)) * _LN_2, -infinity)
+            highest_score = gl.where(sees, (reference + _log2(weight)) * _LN_2, -infinity)
             gl.store(max_ptr + at, highest_score, mask=there & ((choices & 2) > 0))
             gl.store(weight_ptr + at, gl.where(sees, weight * inverse, 0.0), mask=there & ((choices & 4) > 0))
+            gl.store(qk_ptr + at, highest_score, mask=there & ((choices & 512) > 0))
         if LEVEL >= 2:
             tilt = gl.convert_layout(gl.sum(tilted, axis=1), R) * inverse
             # A score at −inf has weight 0 and makes this NaN. (Below this level it goes by unseen: what is measured
@@ -554,19 +619,20 @@ def _consumer(
             gl.store(mean_ptr + at, score_mean, mask=there & ((choices & 128) > 0))
             score_std = gl.where(sees, gl.sqrt(variance) * _LN_2, 0.0)
             gl.store(std_ptr + at, score_std, mask=there & ((choices & 256) > 0))
+            # Of all rows the first key is the last tile's first.
+            bits = gl.convert_layout(gl.sum(opening, axis=1), R)
+            first_weight = gl.exp2(bits.to(gl.float32, bitcast=True) * c - logsumexp)
+            gl.store(opening_ptr + at, gl.where(sees, first_weight, 0.0), mask=there & ((choices & 1024) > 0))
         if VALUES:
-            if (choices & _SINKS) > 0:
-                sink = _of_head(sinks_ptr, batch, head, heads, choices, _SINKS_PER_BATCH, _SINKS_PER_HEAD)
-                inverse *= 1.0 / (1.0 + gl.exp2(sink - logsumexp))
-            o = o * _column(inverse, o)
+            o = o * _column(share, o)
             if BOUNDED:
                 o = gl.where(_column(sees, o), o, 0.0)
-            norm = gl.convert_layout(gl.sum(o * o, axis=1), R)
+            norm = gl.convert_layout(gl.sum(_own_sum(o * o), axis=1), R)
             # float16 ends at 65504, and a norm below that says that no entry was rounded beyond.
             good &= norm < (2.0**31 if gl.float16 == DTYPE else 2.0**120)
             if LEVEL >= 2:
                 # Squares of very small numbers are 0.
-                tiny = gl.convert_layout(gl.max(gl.abs(o), axis=1), R)
+                tiny = gl.convert_layout(gl.max(_own_max(gl.abs(o)), axis=1), R)
                 good &= (tiny > 2.0**-50) | (tiny == 0.0)
                 gl.store(norm_ptr + at, gl.sqrt(norm), mask=there & ((choices & 64) > 0))
             if (choices & _WIDE) > 0:
@@ -581,9 +647,8 @@ def _consumer(
             tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], o_tiles.index(who))
         flag = flags + pair.to(gl.int64) * gl.cdiv(queries, _M) + row // _M
         gl.store(flag + gl.zeros_like(rows), gl.full_like(rows, 1), mask=sees & there & (good ^ True))
-
-        mbarrier.wait(mail_full.index(slot), mail_phase)
-        item = _read(mail, slot * _LETTER)
+        c = next_c
+        s = warpgroup_mma_wait(0, deps=(next_s,))
     if VALUES:
         tma.store_wait(0)
 
@@ -630,7 +695,7 @@ _NUMBERS = ("queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs
 _POINTERS = (
     "scale_ptr", "sinks_ptr", "first_ptr", "stop_ptr", "wide_ptr", "flags", "counter",
     "lse_ptr", "max_ptr", "weight_ptr", "expected_ptr", "entropy_ptr", "collision_ptr", "norm_ptr", "mean_ptr",
-    "std_ptr",
+    "std_ptr", "qk_ptr", "opening_ptr", "sink_ptr", "visible_ptr", "nonfinite_ptr",
 )  # fmt: skip
 
 
@@ -638,7 +703,8 @@ _POINTERS = (
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _kernel(
     q_desc, k_desc, v_desc, o_desc, scale_ptr, sinks_ptr, first_ptr, stop_ptr, wide_ptr,
-    lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr, flags, counter,
+    lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
+    qk_ptr, opening_ptr, sink_ptr, visible_ptr, nonfinite_ptr, flags, counter,
     queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
     CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
@@ -655,18 +721,20 @@ def _kernel(
     shape = (heads, ratio, blocks, pairs, together, items)
     limits = (first_ptr, stop_ptr, low, high)
     field_ptrs = (
-        lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr
+        lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
+        qk_ptr, opening_ptr, sink_ptr,
     )  # fmt: skip
+    count_ptrs = (visible_ptr, nonfinite_ptr)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (q_desc, k_desc, v_desc, q_desc, q_tiles)
-    results = (o_desc, o_tiles, wide_ptr, field_ptrs, flags, sinks_ptr)
+    results = (o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr)
     # A variable would make tensors of the constants.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (common, post, turns, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
                 (_consumer, (common, post, turns, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
+                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES, False, True)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -677,7 +745,7 @@ def _kernel(
                 (_consumer, (common, post, turns, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
                 (_consumer, (common, post, turns, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
                 (_consumer, (common, post, turns, results, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
+                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES, False, True)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
@@ -748,6 +816,13 @@ def described(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
+def begins_at_first_key(call: Call) -> bool:
+    """Whether every row that sees a key sees the first: only then the weight of its first key can be told here."""
+    if call.band is not None:
+        return call.band[0] + call.q.shape[2] <= 1
+    return call.first is None
+
+
 def together_in_cache(call: Call) -> int:
     """How many (batch, head) are worked on together."""
     batch, heads, _, head_dim = call.q.shape
@@ -776,7 +851,8 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
 
     Where a flag is 1, all else of these rows has to be computed again by other means. `fields` has names of FIELDS,
     each (batch, heads, queries). `wide` is laid out as the output. Without values there is no output. The flags come as
-    zeros, with one number more at their end, by which the kernel counts.
+    zeros, with one number more at their end, by which the kernel counts. "first_key_weight" can be among the fields where
+    all rows begin at the first key.
     """
     q, k, v = call.q, call.k, call.v
     if output is not None and not (copyable(output) and (wide is None or wide.stride() == output.stride())):
@@ -827,7 +903,7 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             first,
             stop,
             scale if wide is None else wide,
-            *(fields.get(name, scale) for name in FIELDS),
+            *(fields.get(name, flags if name in COUNTS else scale) for name in FIELDS),
             flags,
             flags[-1:],
             queries,

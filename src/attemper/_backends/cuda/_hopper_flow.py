@@ -25,13 +25,13 @@ from ._hopper import (
     ROWS,
     _advance,
     _bounds,
-    _inside,
     _open,
     _own_sum,
     _pass,
     _producer,
     _read,
     _rings,
+    _shown,
     copyable,
     described,
     processors,
@@ -115,7 +115,7 @@ def _consumer(
                 tile = high - 1 - step
                 slow = (tile < free_low) | (tile >= free_high)
                 if slow:
-                    s = gl.where(_inside(s, tile, first, width, N), s, _HIDDEN)
+                    s = _shown(s, tile, first, width, N)
                 p = gl.exp2(s * c - gl.expand_dims(reference, 1))
                 off = warpgroup_mma_wait(0, deps=(off,))
                 mbarrier.arrive(k_empty.index(stage))
@@ -173,7 +173,7 @@ def _kernel(
         [
             (_consumer, (common, post, rows_in, flow_ptr, g_tiles, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
             (_consumer, (common, post, rows_in, flow_ptr, g_tiles, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-            (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, True, True)),
+            (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, True, True, False)),
         ],
         [4, 1],
         [240, 24],

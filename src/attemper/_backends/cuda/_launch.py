@@ -16,17 +16,17 @@ from .._operator import COUNTS, Call, Saved, Upstream, empty, empty_gradient, em
 from . import _cudnn
 from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
 from ._flow import dots_kernel, flow_kernel
-from ._forward import PARTS, Fields, forward_kernel, merge_kernel
+from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
 from ._ready import MOST, form_of, launch
 from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
 
 NEED_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
 NEED_SUMS = frozenset(("expected_score", "entropy", "collision"))
-FOLLOWING = frozenset(("visible_keys", "max_qk", "first_key_weight", "sink_mass", "nonfinite"))
-"""The fields that the kernel for Hopper leaves to another."""
-
 HOPPER_ROWS = 64
 """Query rows that the kernel for Hopper marks together."""
+
+SPAN = 32
+"""Blocks of rows that one program looks through for marked ones."""
 
 
 class Tiling(NamedTuple):
@@ -83,7 +83,7 @@ def backward_tiling(call: Call, depth: int) -> Tiling:
 def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The output and the fields of the Reading that `stats` names."""
     q = call.q
-    wanted, measure, complete = _wanted(stats, call.v is None)
+    wanted, measure = _wanted(stats, call.v is None)
     rows = q.shape[:-1]
     found = {name: empty(call, name, rows) for name in wanted} if apart else _together(call, wanted, rows)
     output = wide = None
@@ -99,23 +99,23 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
             _portable(call, measure, output, wide, _fields(call, found))
             return output, found
         needed = {name: found[name] for name in hopper.FIELDS if name in found}
-        if complete:
-            for name in ("logsumexp", "max_logit"):
-                if name not in needed:
-                    needed[name] = empty(call, name, rows)
+        later = "first_key_weight" in needed and not hopper.begins_at_first_key(call)
+        if later:
+            del needed["first_key_weight"]
+            needed.setdefault("logsumexp", empty(call, "logsumexp", rows))
         blocks = rows[0] * rows[1] * -(-rows[2] // HOPPER_ROWS)
         marks = torch.zeros(blocks + 1, dtype=torch.int32, device=q.device)
         hopper.forward(call, output, wide, needed, marks)
-        _careful(call, measure, output, wide, _fields(call, found | needed), marks, complete=complete)
+        _after_hopper(call, measure, output, wide, _fields(call, found | needed), marks, opening=later)
     return output, found
 
 
 @lru_cache(maxsize=64)
-def _wanted(stats: frozenset[str], no_values: bool) -> tuple[tuple[str, ...], int, bool]:
-    """The fields to fill, how much there is to sum for them, and whether some of them follow from others."""
+def _wanted(stats: frozenset[str], no_values: bool) -> tuple[tuple[str, ...], int]:
+    """The fields to fill, and how much there is to sum for them."""
     wanted = tuple(name for name in Fields._fields if name in stats and not (no_values and name == "output_norm"))
     measure = 0 if NEED_NO_SUMS.issuperset(wanted) else 1 if (NEED_NO_SUMS | NEED_SUMS).issuperset(wanted) else 2
-    return wanted, measure, not FOLLOWING.isdisjoint(wanted)
+    return wanted, measure
 
 
 def _together(call: Call, wanted: tuple[str, ...], rows: torch.Size) -> dict[str, Tensor]:
@@ -185,20 +185,20 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         size = programs * splits * tile.rows * (PARTS.value + value_deep)
         partial = torch.empty(size, dtype=torch.float32, device=call.q.device)
     marks = torch.empty(programs, dtype=torch.int32, device=call.q.device)
-    given = (q, k, v, *shared, softcap, masked, dropped, sizes, out, full, fields, marks, partial)
-    first_pass = (*given, kind._replace(split=splits > 1), False)
+    given = (q, k, v, *shared, softcap, masked, dropped, sizes, out, full, fields, marks)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
-    launch(forward_kernel, programs * splits, first_pass, **options)
+    launch(forward_kernel, programs * splits, (*given, partial, kind._replace(split=splits > 1)), **options)
     if splits > 1:
         launch(merge_kernel, programs, (*shared, masked, dropped, sizes, out, full, fields, marks, partial, kind))
-    launch(forward_kernel, programs, (*given, kind, True), num_warps=tile.warps, num_stages=1)
+    again = (*given, programs, kind, SPAN)
+    launch(careful_kernel, triton.cdiv(programs, SPAN), again, num_warps=tile.warps, num_stages=1)
 
 
 class Plan(NamedTuple):
     """What is the same for all calls of a form."""
 
     tile: Tiling
-    programs: int
+    blocks: int
     kind: Kind
     sizes: Sizes
 
@@ -206,7 +206,7 @@ class Plan(NamedTuple):
 _PLANS: dict[Any, Plan] = {}
 
 
-def _careful(
+def _after_hopper(
     call: Call,
     measure: int,
     output: Tensor | None,
@@ -214,34 +214,36 @@ def _careful(
     fields: Fields,
     marks: Tensor,
     *,
-    complete: bool,
+    opening: bool,
 ) -> None:
-    """What the kernel for Hopper leaves: the blocks that it marked, and the fields that follow from others."""
+    """What the kernel for Hopper leaves: the weights of first keys that differ, and the blocks that it marked."""
     given = (call.q, call.k, call.v, call.first, call.stop, call.scale, call.sinks, output, wide)
     band = None if call.band is None else tuple(call.band)
-    form = (measure, complete, band, call.period, call.q.device, *map(form_of, given))
+    form = (measure, band, call.period, call.q.device, *map(form_of, given))
     plan = _PLANS.get(form)
     if plan is None:
         if len(_PLANS) >= MOST:
             _PLANS.clear()
-        plan = _PLANS[form] = _plan(call, measure, wide, complete=complete)
+        plan = _PLANS[form] = _plan(call, measure, wide)
     q, k = _matrix(call.q, call), _matrix(call.k, call)
+    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
+    if opening:
+        arguments = (q, k, *_bounds(call), call.scale, plan.sizes, fields, plan.kind)
+        launch(opening_kernel, plan.blocks, arguments, form=form, **options)
     v, out, full = (_matrix(x, call) for x in (call.v, output, wide))
     sinks = call.scale if call.sinks is None else call.sinks
-    arguments = (
+    again = (
         q, k, v, *_bounds(call), call.scale, sinks, 1.0, _masked(call), _dropped(call), plan.sizes, out, full, fields,
-        marks, call.scale, plan.kind, True,
+        marks, plan.blocks, plan.kind, SPAN,
     )  # fmt: skip
-    options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
-    launch(forward_kernel, plan.programs, arguments, form=form, **options)
+    launch(careful_kernel, triton.cdiv(plan.blocks, SPAN), again, form=form, **options)
 
 
-def _plan(call: Call, measure: int, wide: Tensor | None, *, complete: bool) -> Plan:
+def _plan(call: Call, measure: int, wide: Tensor | None) -> Plan:
     batch, heads, queries, depth = call.q.shape
     tile = Tiling(HOPPER_ROWS, 64 if depth <= 64 else 32, 4, 1)
     blocks = triton.cdiv(queries, tile.rows)
-    kind = _kind(call, tile, measure=measure, values=call.v is not None)
-    kind = kind._replace(wide=wide is not None, complete=complete)
+    kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
     return Plan(tile, batch * heads * blocks, kind, _sizes(call, blocks))
 
 

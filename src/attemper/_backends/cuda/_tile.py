@@ -46,8 +46,6 @@ class Kind(NamedTuple):
     extra: bool = False
     """Of a backward pass: whether gradients arrive for fields of the Reading, and go to the mask."""
     to_mask: bool = False
-    complete: bool = False
-    """Of a pass over marked blocks: whether to fill in, for all others, the fields that follow from what is there."""
 
 
 class Sizes(NamedTuple):
