@@ -39,6 +39,10 @@ from ._ready import launch
 if TYPE_CHECKING:
     from .._operator import Call
 
+# They were renamed in Triton 3.9.
+_copy_in = getattr(tma, "async_load" if hasattr(tma, "async_load") else "async_copy_global_to_shared")
+_copy_out = getattr(tma, "async_store" if hasattr(tma, "async_store") else "async_copy_shared_to_global")
+
 ROWS = 64
 """Query rows of a consumer, which are flagged together."""
 
@@ -160,7 +164,7 @@ def _open(mail, letter, who: gl.constexpr, keys, N: gl.constexpr, BOUNDED: gl.co
         low = gl.where(nothing, highest - 1, low)
         high = gl.where(nothing, highest, high)
         free_low = _read(mail, letter + 9 + 4 * who)
-        free_high = _read(mail, letter + 10 + 4 * who)
+        free_high = gl.where(nothing, 0, _read(mail, letter + 10 + 4 * who))
     place = (_read(mail, letter + 3), _read(mail, letter + 4), _read(mail, letter + 5) + who * _M)
     c = _read(mail, letter + 6).to(gl.float32, bitcast=True)
     return (lowest, highest, low, high, free_low, free_high), place, c
@@ -232,12 +236,28 @@ def _send(
     _, _, k_full, k_empty, v_full, v_empty = barriers
     mbarrier.wait(k_empty.index(stage), phase)
     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, key, 0], k_full.index(stage), k_tiles.index(stage))
+    _copy_in(k_desc, [batch, kv_head, key, 0], k_full.index(stage), k_tiles.index(stage))
     if VALUES:
         mbarrier.wait(v_empty.index(stage), phase)
         mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_desc, [batch, kv_head, key, 0], v_full.index(stage), v_tiles.index(stage))
+        _copy_in(v_desc, [batch, kv_head, key, 0], v_full.index(stage), v_tiles.index(stage))
     return _advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _send_queries(
+    batch, head, row, phase, inputs, q_tiles, q_full, q_empty, CONSUMERS: gl.constexpr, GRADIENT: gl.constexpr
+):  # fmt: skip
+    """Copy the rows of Q, each consumer's once it is done with those before; with GRADIENT another matrix beside."""
+    q_desc, _, _, g_desc, g_tiles = inputs
+    for who in gl.static_range(CONSUMERS):
+        mbarrier.wait(q_empty.index(who), phase)
+        place = [batch, head, row + who * _M, 0]
+        mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes * (2 if GRADIENT else 1))
+        _copy_in(q_desc, place, q_full.index(who), q_tiles.index(who))
+        if GRADIENT:
+            _copy_in(g_desc, place, q_full.index(who), g_tiles.index(who))
+    return phase ^ 1
 
 
 @gluon.jit
@@ -246,14 +266,13 @@ def _producer(
     CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
     GRADIENT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """With GRADIENT another matrix of query rows comes beside Q; with AHEAD consumers begin an item too many."""
+    """With AHEAD consumers begin one item too many."""
     _, _, _, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
-    q_desc, _, _, g_desc, g_tiles = inputs
     ratio = shape[1]
     items = shape[5]
     q_tiles, _, _ = buffers
-    q_full, q_empty, k_full, k_empty, _, _ = barriers
+    q_full, q_empty, _, _, _, _ = barriers
     stage = 0
     phase = 1
     q_phase = 1
@@ -264,14 +283,7 @@ def _producer(
     mbarrier.arrive(mail_full.index(0))
     while item < items:
         kv_head = head // ratio
-        for who in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(who), q_phase)
-            place = [batch, head, row + who * _M, 0]
-            mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes * (2 if GRADIENT else 1))
-            tma.async_copy_global_to_shared(q_desc, place, q_full.index(who), q_tiles.index(who))
-            if GRADIENT:
-                tma.async_copy_global_to_shared(g_desc, place, q_full.index(who), g_tiles.index(who))
-        q_phase ^= 1
+        q_phase = _send_queries(batch, head, row, q_phase, inputs, q_tiles, q_full, q_empty, CONSUMERS, GRADIENT)
         stage, phase = _send((highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES)
         # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
         slot, mail_phase = _advance(slot, mail_phase, 2)
@@ -292,12 +304,11 @@ def _producer(
         head = next_head
         row = next_row
     if AHEAD:
-        # Whatever lies there, somebody multiplies it, and nobody looks at what comes out.
-        for who in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(who), q_phase)
-            mbarrier.arrive(q_full.index(who))
-        mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.arrive(k_full.index(stage))
+        # Somebody multiplies a tile of the last item again, and nobody looks at what comes out.
+        q_phase = _send_queries(batch, head, row, q_phase, inputs, q_tiles, q_full, q_empty, CONSUMERS, GRADIENT)
+        stage, phase = _send(
+            (highest - 1) * N, batch, head // ratio, stage, phase, inputs, buffers, barriers, STAGES, False
+        )
 
 
 @gluon.jit
@@ -578,7 +589,7 @@ def _consumer(
             gap = sink - gl.where(sees, logsumexp, -infinity)
             # Two logistics of the difference, which neither side can overflow.
             share *= 1.0 / (1.0 + gl.exp2(gap))
-            mass = gl.where(sink > -infinity, 1.0 / (1.0 + gl.exp2(-gap)), 0.0)
+            mass = gl.where(gap > -infinity, 1.0 / (1.0 + gl.exp2(-gap)), 0.0)
         gl.store(sink_ptr + at, mass, mask=there & ((choices & 2048) > 0))
         if LEVEL >= 1:
             weight = gl.convert_layout(gl.max(largest, axis=1).to(gl.float32, bitcast=True), R)
@@ -644,7 +655,7 @@ def _consumer(
             tma.store_wait(0)
             o_tiles.index(who).reshape([_M, D]).store(o.to(DTYPE))
             fence_async_shared()
-            tma.async_copy_shared_to_global(o_desc, [batch, head, row, 0], o_tiles.index(who))
+            _copy_out(o_desc, [batch, head, row, 0], o_tiles.index(who))
         flag = flags + pair.to(gl.int64) * gl.cdiv(queries, _M) + row // _M
         gl.store(flag + gl.zeros_like(rows), gl.full_like(rows, 1), mask=sees & there & (good ^ True))
         c = next_c
