@@ -11,9 +11,9 @@ partition of `warp_specialize` is a thread, of which one runs at a time; who is 
 from the seed, so that a failure can be had again and a deadlock is seen without a clock.
 
 What is read too early or overwritten too soon is found whether or not it happened this time: each partition carries
-what it knows of the others' progress (a vector clock), which grows by waiting at barriers alone, and an access to shared
-memory demands that all it must follow is known. So a missing wait, a wait for the wrong phase and a place that is given
-back too early are errors in every order of events.
+what it knows of the others' progress (a vector clock), which grows by waiting at barriers alone, and an access to
+shared memory demands that all it must follow is known. So a missing wait, a wait for the wrong phase and a place that
+is given back too early are errors in every order of events.
 
 Not emulated: how numbers are rounded where a GPU approximates (exp2, log2, division) or fuses a product and a sum, the
 order of sums, what layouts mean for threads (they are compared, as Gluon demands), registers and speed. Of a branch
@@ -26,8 +26,10 @@ import ast
 import builtins
 import dataclasses
 import dis
+import functools
 import importlib.util
 import inspect
+import linecache
 import math
 import operator
 import random
@@ -37,7 +39,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 
+import pytest
 import torch
+
+# Imported to look for examples too, where there may be no Triton.
+pytest.importorskip("triton.experimental.gluon")
 from triton.experimental.gluon import language as _gl
 from triton.experimental.gluon.language._layouts import AutoLayout, DistributedLayout, SharedLayout, SliceLayout
 from triton.experimental.gluon.language.nvidia import hopper as _hopper
@@ -255,7 +261,7 @@ def _value(x):
 
 def _convert(data, old, new):
     """Numbers of one kind as those of another."""
-    if old == new:
+    if old is new or old == new:
         return data
     if new == _gl.int1:
         return data != 0
@@ -264,6 +270,8 @@ def _convert(data, old, new):
 
 def _promoted(a, b, *, divides):
     """The dtype in which two tensors meet."""
+    if a is b and (a is _gl.float32 or a.is_int()):
+        return a
     for dtype in (_gl.float64, _gl.float32):
         if dtype in (a, b):
             return dtype
@@ -1420,6 +1428,11 @@ class Accumulator:
 
     __bool__ = __index__ = __neg__ = __iter__ = __len__ = _use
 
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._use()
+
 
 for _name in [*_OPERATORS, *(f"r{name}" for name in _OPERATORS)]:
     setattr(Accumulator, f"__{_name}__", Accumulator._use)
@@ -1574,6 +1587,11 @@ _CALLABLE_IN_KERNELS = {id(x) for names in (gl, mbarrier, tma, hopper) for x in 
 _CALLABLE_IN_KERNELS |= {id(_assigned), id(_range)}
 
 
+@functools.lru_cache
+def _compiled(source, path):
+    return compile(ast.fix_missing_locations(_AsCompiled().visit(ast.parse(source, path))), path, "exec")
+
+
 class Kernel:
     """A function under @gluon.jit."""
 
@@ -1642,8 +1660,10 @@ class Emulator:
         module.__file__ = path
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._import}
         module.__dict__.update(__assigned__=_assigned, __range__=_range)
-        tree = ast.fix_missing_locations(_AsCompiled().visit(ast.parse(source, path)))
-        exec(compile(tree, path, "exec"), module.__dict__)
+        if path.startswith("<"):
+            # So that tracebacks show it.
+            linecache.cache[path] = len(source), None, source.splitlines(keepends=True), path
+        exec(_compiled(source, path), module.__dict__)
         self._pretend(module)
         return module
 

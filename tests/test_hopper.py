@@ -1,0 +1,722 @@
+"""The kernels for Hopper, emulated: what they compute, what they mark, and that nobody reads what is not there yet."""
+
+import math
+
+import pytest
+import torch
+
+from attemper import attend, read
+
+pytest.importorskip("triton.experimental.gluon")
+from gluon_emulator import DeadlockError, Emulator, GluonError, RaceError
+from triton.experimental.gluon import language as gl
+
+from attemper._backends._operator import Call, call_of, empty_output
+from attemper._backends.cuda import _cudnn, _launch
+from attemper._problem import pose
+
+FIELDS = (
+    "logsumexp",
+    "max_logit",
+    "largest_weight",
+    "expected_score",
+    "entropy",
+    "collision",
+    "output_norm",
+    "score_mean",
+    "score_std",
+)
+LEVELS = {
+    0: ("logsumexp",),
+    1: ("logsumexp", "max_logit", "largest_weight"),
+    2: ("entropy", "expected_score", "collision", "output_norm"),
+    3: FIELDS,
+}
+
+
+@pytest.fixture
+def emulator(request):
+    """The order of events is another in each test, and the same every time."""
+    return Emulator(seed=request.node.name)
+
+
+@pytest.fixture
+def hopper(emulator):
+    return emulator.load("attemper._backends.cuda._hopper")
+
+
+def draw(seed, *shape, dtype=torch.bfloat16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def three(queries=200, keys=300, dim=64, *, heads=2, kv_heads=None, batch=1, dtype=torch.bfloat16):
+    kv_heads = heads if kv_heads is None else kv_heads
+    return (
+        draw(1, batch, heads, queries, dim, dtype=dtype),
+        draw(2, batch, kv_heads, keys, dim, dtype=dtype),
+        draw(3, batch, kv_heads, keys, dim, dtype=dtype),
+    )
+
+
+def call_for(operands, **options):
+    """A call as the operator gets it on a GPU; without values for (q, k)."""
+    q, k, v = (*operands, None)[:3]
+    problem = pose(q, k, v, **options)
+    return call_of(problem, problem.batch, banded=True)
+
+
+def in_float64(call: Call):
+    """Output and fields by the formula, and which rows see a key."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    k = call.k.double().repeat_interleave(call.group, 1)
+    scores = call.q.double() @ k.mT * call.scale.double()[..., None, None]
+    row, key = torch.arange(queries)[:, None], torch.arange(keys)
+    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
+    if call.band is not None:
+        seen = seen & (key >= row + call.band[0]) & (key < row + call.band[1])
+    if call.first is not None:
+        seen = seen & (key >= call.first[:, None, :, None])
+    if call.stop is not None:
+        seen = seen & (key < call.stop[:, None, :, None])
+    seen = seen.expand(scores.shape)
+    there = seen.any(-1)
+    hidden = scores.masked_fill(~seen, -math.inf)
+    logsumexp = hidden.logsumexp(-1)
+    weights = torch.where(there[..., None], hidden.softmax(-1), 0.0)
+    shown = scores.masked_fill(~seen, 0.0)
+    count = seen.sum(-1).clamp(min=1)
+    mean = shown.sum(-1) / count
+    std = (((shown - mean[..., None]).square() * seen).sum(-1) / count).sqrt()
+    expected = (weights * shown).sum(-1)
+    entropy = torch.where(there, logsumexp - expected, 0.0)
+    fields = {
+        "logsumexp": logsumexp,
+        "max_logit": hidden.amax(-1),
+        "largest_weight": weights.amax(-1),
+        "expected_score": expected,
+        "entropy": entropy,
+        "collision": weights.square().sum(-1),
+        "score_mean": mean,
+        "score_std": std,
+    }
+    output = None
+    if call.v is not None:
+        # What is not finite is marked where it is seen, and must not matter elsewhere.
+        output = weights @ call.v.double().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(call.group, 1)
+        if call.sinks is not None:
+            output = output * torch.sigmoid(logsumexp - call.sinks.double()[..., None])[..., None]
+        fields["output_norm"] = output.norm(dim=-1)
+    return output, fields, there
+
+
+def close(found, right, *, rtol, atol, name=""):
+    """Near, and nearer than zeros would be."""
+    assert found.shape == right.shape
+    torch.testing.assert_close(found.double(), right, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")
+    largest = right[right.isfinite()].abs().max() if right.isfinite().any() else 0.0
+    assert not largest or largest > 10 * (atol + rtol * largest), name
+
+
+class Found:
+    """What a forward pass leaves; NaN where nobody wrote."""
+
+    def __init__(self, hopper, call, names=FIELDS, *, wide=False, output=None):
+        rows = call.q.shape[:-1]
+        names = [name for name in names if name != "output_norm" or call.v is not None]
+        self.fields = {name: torch.full(rows, math.nan) for name in names}
+        self.output = self.wide = None
+        if call.v is not None:
+            self.output = empty_output(call, call.q.dtype) if output is None else output
+            self.output.fill_(math.nan)
+            if wide:
+                self.wide = torch.empty_strided(self.output.shape, self.output.stride()).fill_(math.nan)
+        blocks = -(-rows[2] // 64)
+        marks = torch.zeros(rows[0] * rows[1] * blocks + 1, dtype=torch.int32)
+        assert hopper.takes(call)
+        hopper.forward(call, self.output, self.wide, self.fields, marks)
+        self.flags = marks[:-1].view(rows[0], rows[1], blocks)
+
+    def agree(self, call, *, ordinary=True):
+        """All but what is marked is right, and of ordinary numbers nothing is marked."""
+        output, fields, there = in_float64(call)
+        assert ((self.flags == 0) | (self.flags == 1)).all()
+        good = (self.flags == 0).repeat_interleave(64, 2)[..., : call.q.shape[2]]
+        assert good.any()
+        if ordinary:
+            assert good.all()
+        # The weights by which values are multiplied have 16 bits.
+        digits = 2e-2 if call.q.dtype == torch.bfloat16 else 3e-3
+        for name, found in self.fields.items():
+            rtol = digits / 2 if name == "output_norm" else 1e-4
+            close(found[good], fields[name][good], rtol=rtol, atol=3e-5, name=name)
+        if output is not None:
+            for found in (self.output, self.wide):
+                if found is not None:
+                    close(found[good], output[good], rtol=digits, atol=digits / 5, name="output")
+                    assert not found[good & ~there].any()
+        return self
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("level", LEVELS)
+def test_levels(hopper, level, head_dim, options):
+    operands = three(200, 420, head_dim)
+    for kept in (operands, operands[:2]):
+        call = call_for(kept, **options)
+        Found(hopper, call, LEVELS[level], wide=level == 1).agree(call)
+
+
+def test_no_field_at_all(hopper):
+    call = call_for(three())
+    Found(hopper, call, ()).agree(call)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_one_field_and_no_other(hopper, name):
+    """What nobody asked for has no memory to be written to."""
+    call = call_for(three(130, 140, heads=1), is_causal=True)
+    Found(hopper, call, (name,)).agree(call)
+
+
+LENGTHS = [(64, 64), (65, 127), (191, 128), (192, 129), (193, 383), (128, 640), (385, 64), (129, 700)]
+
+
+@pytest.mark.parametrize(("queries", "keys"), LENGTHS)
+def test_lengths(hopper, queries, keys):
+    operands = three(queries, keys, 128 if queries % 3 else 64, heads=1)
+    for options in ({}, {"is_causal": True, "query_offset": "bottom-right"}):
+        call = call_for(operands, **options)
+        # Rows before the first key see none.
+        Found(hopper, call).agree(call)
+
+
+HIDDEN = {
+    "a window": {"window": (20, 3)},
+    "a window to the left": {"window": (150, None)},
+    "a window to the right": {"window": (None, 140)},
+    "the own key alone": {"window": (0, 0)},
+    "a causal window": {"is_causal": True, "window": (130, 0)},
+    "beyond the keys": {"window": (3, 4), "query_offset": 2000},
+    "in part beyond the keys": {"window": (30, 4), "query_offset": 200},
+    "before the keys": {"is_causal": True, "query_offset": -100},
+    "keys end at a tile": {"is_causal": True, "query_offset": 127},
+    "key lengths": {"key_lengths": torch.tensor([0, 41, 300])},
+    "key lengths that end at tiles": {"key_lengths": torch.tensor([128, 256, 1]), "is_causal": True},
+    "offsets": {"query_offset": torch.tensor([-50, 0, 130]), "is_causal": True},
+    "offsets and lengths": {
+        "query_offset": torch.tensor([5, 100, 60]),
+        "window": (40, 10),
+        "key_lengths": torch.tensor([300, 150, 0]),
+    },
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", HIDDEN)
+def test_hidden_keys(hopper, name, head_dim):
+    operands = three(280, 300, head_dim, batch=3, heads=1)
+    for kept in (operands, operands[:2])[: 1 + (head_dim == 64)]:
+        call = call_for(kept, **HIDDEN[name])
+        Found(hopper, call).agree(call)
+
+
+@pytest.mark.parametrize("which", ["first", "stop", "both", "one for all entries"])
+def test_bounds_of_each_row(hopper, which):
+    """As packed sequences have them: neither end moves evenly, and some rows see nothing."""
+    call = call_for(three(200, 400, batch=2))
+    first, stop = (torch.randint(-5, 410, (2, 200), generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    stop[0, 64:128] = first[0, 64:128]
+    if which == "one for all entries":
+        first, stop = first[:1], stop[1:].expand(2, 200)
+    call = call._replace(first=None if which == "stop" else first, stop=None if which == "first" else stop)
+    Found(hopper, call).agree(call)
+
+
+def test_packed_sequences(hopper):
+    call = call_for(three(300, 300), cu_seqlens=[0, 60, 60, 188, 300], is_causal=True)
+    Found(hopper, call).agree(call)
+
+
+OPTIONS = {
+    "sinks": {"sinks": torch.tensor([[0.5, -math.inf, 3.0, -2.0]])},
+    "sinks of each entry": {"sinks": draw(5, 2, 4, dtype=torch.float32)},
+    "sinks, one for each entry": {"sinks": torch.tensor([[1.0], [-1.0]])},
+    "a scale per head": {"scale": torch.tensor([[0.3, 0.01, 0.5, 0.1]])},
+    "a scale per entry": {"scale": torch.tensor([[0.3], [0.05]])},
+    "a scale for each": {"scale": torch.tensor([[0.3, 0.1, 0.2, 0.05], [0.15, 0.02, 0.4, 0.125]])},
+    "a scale": {"scale": torch.tensor([[0.7]])},
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(hopper, name, causal):
+    call = call_for(three(130, 150, heads=4, batch=2), is_causal=causal)._replace(**OPTIONS[name])
+    Found(hopper, call, wide=True).agree(call)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_grouped_heads(hopper, kv_heads, dtype):
+    operands = three(70, 200, 128, heads=6, kv_heads=kv_heads, batch=2, dtype=dtype)
+    call = call_for(operands, enable_gqa=True, is_causal=True, query_offset=100)
+    Found(hopper, call).agree(call)
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_more_heads_than_the_cache_holds(hopper, together, monkeypatch):
+    """The order of causal items, which begin with the last rows of some heads."""
+    monkeypatch.setattr(hopper, "together_in_cache", lambda call: together)
+    call = call_for(three(400, 400, heads=5), is_causal=True)
+    Found(hopper, call).agree(call)
+
+
+@pytest.mark.parametrize("processors", [1, 2, 132])
+def test_more_and_fewer_processors_than_items(processors):
+    emulator = Emulator(processors=processors)
+    call = call_for(three(450, 200, heads=2))
+    Found(emulator.load("attemper._backends.cuda._hopper"), call).agree(call)
+    # Three consumers: 192 rows are an item.
+    assert [programs for _, programs, _ in emulator.launches] == [min(processors, 6)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_orders_of_events(causal):
+    """All but the sums are the same, bit by bit, whoever is first."""
+    call = call_for(three(330, 700, heads=1), is_causal=causal, query_offset=300)
+    results = []
+    for seed in range(8):
+        hopper = Emulator(seed=seed, processors=2).load("attemper._backends.cuda._hopper")
+        results.append(Found(hopper, call))
+    results[0].agree(call)
+    for other in results[1:]:
+        assert torch.equal(other.output, results[0].output)
+        assert all(torch.equal(x, results[0].fields[name]) for name, x in other.fields.items())
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_operands_as_they_lie(hopper, head_dim):
+    whole = draw(1, 2, 150, 3, 3 * head_dim)
+    q, k, v = whole.transpose(1, 2).chunk(3, -1)
+    call = call_for((q, k, v))
+    assert call.q.stride() == q.stride()
+    found = Found(hopper, call, wide=True).agree(call)
+    assert found.output.stride(1) < found.output.stride(2)
+    shared = draw(4, 1, 1, 150, head_dim).expand(2, 3, 150, head_dim)
+    # What one entry and one head share has a stride of 0, which the copy engine refuses.
+    assert not hopper.takes(call._replace(k=shared, v=shared))
+    one = draw(4, 1, 150, head_dim).as_strided((1, 1, 150, head_dim), (7, 3, head_dim, 1))
+    call = call._replace(q=call.q[:1, :1], k=one, v=one)
+    Found(hopper, call).agree(call)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_an_output_that_the_copy_engine_does_not_take(hopper, wide):
+    call = call_for(three(130, 140))
+    output = torch.empty(1, 2, 130, 65, dtype=torch.bfloat16)[..., :64]
+    assert not hopper.copyable(output)
+    found = Found(hopper, call, wide=wide, output=output).agree(call)
+    assert found.output is output
+
+
+def test_rows_of_an_output_that_are_apart(hopper):
+    call = call_for(three(130, 140))
+    memory = torch.full((1, 2, 140, 192), 7.0, dtype=torch.bfloat16)
+    Found(hopper, call, output=memory[:, :, :130, 64:128]).agree(call)
+    assert (memory[:, :, 130:] == 7).all()
+    assert (memory[..., :64] == 7).all()
+    assert (memory[..., 128:] == 7).all()
+
+
+def test_float16(hopper):
+    for options in ({}, {"is_causal": True}):
+        call = call_for(three(dtype=torch.float16), **options)
+        Found(hopper, call, wide=True).agree(call)
+
+
+class TestMarks:
+    """Where the kernel knows that it cannot be right, and nowhere else."""
+
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_a_query(self, hopper, value, level):
+        q, k, v = three(200, 150)
+        q[0, 1, 70, 3] = value
+        call = call_for((q, k, v))
+        found = Found(hopper, call, LEVELS[level])
+        assert found.flags.tolist() == [[[0, 0, 0, 0], [0, 1, 0, 0]]]
+        found.agree(call, ordinary=False)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_key(self, hopper, value, level):
+        q, k, v = three(200, 150)
+        k[0, 1, 130, 3] = value
+        call = call_for((q, k, v), is_causal=True)
+        found = Found(hopper, call, LEVELS[level])
+        assert found.flags.tolist() == [[[0, 0, 0, 0], [0, 0, 1, 1]]]
+        found.agree(call, ordinary=False)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_a_value(self, hopper, value):
+        q, k, v = three(200, 150)
+        v[0, 1, 130, 3] = value
+        call = call_for((q, k, v), is_causal=True)
+        found = Found(hopper, call)
+        assert found.flags.tolist() == [[[0, 0, 0, 0], [0, 0, 1, 1]]]
+        found.agree(call, ordinary=False)
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_a_score_of_minus_infinity(self, hopper, level):
+        """Its weight is 0: only sums of p·x mind."""
+        q, k, v = three(200, 150)
+        q = q.abs() + 0.1
+        k[0, 1, 10, 3] = -math.inf
+        call = call_for((q, k, v))
+        found = Found(hopper, call, LEVELS[level])
+        marked = level >= 2
+        assert found.flags.tolist() == [[[0] * 4, [int(marked)] * 4]]
+        found.agree(call, ordinary=False)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize(("power", "marked"), [(50, False), (59, False), (62, True), (200, True)])
+    def test_a_leap_beyond_the_first_tile(self, hopper, power, marked, causal):
+        """Tiles are taken from the last on, and the reference is the maximum of the first that is taken."""
+        q, k, v = three(300, 300, heads=1)
+        q[:, :, 200], k[:, :, 20] = 0, 0
+        q[:, :, 200, 0], k[:, :, :, 0], k[:, :, 20, 0] = 8, 0, 8
+        q[..., :200, 0] = q[..., 201:, 0] = 0
+        # q·k is 64 for this row and key alone; the others are near 0.
+        k[:, :, :, 1:] *= 0.01
+        scale = power * math.log(2) / 64
+        call = call_for((q, k, v), scale=scale, is_causal=causal)
+        found = Found(hopper, call, LEVELS[2])
+        assert found.flags.tolist() == [[[0, 0, 0, int(marked), 0]]]
+        found.agree(call, ordinary=False)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("scale", [0.0, -0.2, 1e-8, 2e6, math.inf, math.nan])
+    def test_a_scale(self, hopper, scale, causal):
+        call = call_for(three(130, 140), scale=torch.tensor([0.125, scale]), is_causal=causal)
+        found = Found(hopper, call)
+        assert found.flags.tolist() == [[[0, 0, 0], [1, 1, 1]]]
+        found.agree(call, ordinary=False)
+
+    def test_rows_that_see_nothing(self, hopper):
+        """have nothing to be marked for, whatever is hidden."""
+        q, k, v = three(200, 200, batch=2)
+        k[:, :, 100:] = v[:, :, 100:] = math.nan
+        q[0] = math.nan
+        call = call_for((q, k, v), key_lengths=torch.tensor([0, 50]), scale=torch.tensor([0.1, 1e9]))
+        found = Found(hopper, call)
+        # What hides keys does so after the product, and a value that is not a number gets through times 0.
+        assert found.flags[0].tolist() == [[0] * 4] * 2
+        assert not found.output[0].any()
+        assert (found.fields["logsumexp"][0] == -math.inf).all()
+
+    @pytest.mark.parametrize(("size", "marked"), [(3e4, 0), (6e4, 1)])
+    def test_an_output_near_the_end_of_float16(self, hopper, size, marked):
+        q, k, v = three(70, 70, dtype=torch.float16, heads=1)
+        v = v.sign() * 1e-3
+        v[..., 0] = size
+        call = call_for((q, k, v))
+        found = Found(hopper, call, ())
+        assert found.flags.tolist() == [[[marked] * 2]]
+
+    @pytest.mark.parametrize(("size", "marked"), [(2.0**-45, 0), (2.0**-60, 1), (0.0, 0)])
+    def test_an_output_whose_square_is_too_small(self, hopper, size, marked):
+        q, k, v = three(70, 70, heads=1)
+        call = call_for((q, k, v.sign() * size))
+        found = Found(hopper, call, ("output_norm",))
+        assert found.flags.tolist() == [[[marked] * 2]]
+
+    @pytest.mark.parametrize(("shift", "marked"), [(0.0, 0), (30.0, 1)])
+    def test_scores_far_from_0(self, hopper, shift, marked):
+        """Sums of many scores about 0 lose the digits of their spread."""
+        q, k, v = three(70, 700, heads=1)
+        q[..., 0], k[..., 0] = 4, shift
+        q[..., 1:] *= 0.1
+        call = call_for((q, k, v))
+        found = Found(hopper, call)
+        assert found.flags.tolist() == [[[marked] * 2]]
+        assert not Found(hopper, call, LEVELS[2]).agree(call).flags.any()
+
+
+def test_what_it_takes(hopper):
+    call = call_for(three())
+    assert hopper.takes(call)
+    assert hopper.takes(call._replace(v=None))
+    for other in (
+        call_for(three(63, 300)),
+        call_for(three(300, 63)),
+        call_for(three(dim=32)),
+        call_for(three(dim=256)),
+        call_for(three(dtype=torch.float32)),
+        call_for(three(), softcap=3.0),
+        call_for(three(), dropout_p=0.1, seed=1),
+        call_for(three(), attn_mask=torch.ones(200, 300, dtype=torch.bool)),
+        call._replace(v=call.v[..., :32]),
+        call._replace(v=call.v.half()),
+        call._replace(q=draw(1, 1, 2, 200, 65)[..., 1:]),
+        call._replace(k=call.k.mT.contiguous().mT),
+    ):
+        assert not hopper.takes(other)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def flow_in_float64(call, grad):
+    """Var_p[dP] / Var[dP] of each row over the keys that it sees, and what the kernel is given."""
+    output, fields, _ = in_float64(call)
+    weights = torch.exp(
+        call.q.double() @ call.k.double().repeat_interleave(call.group, 1).mT * call.scale.double()[..., None, None]
+        - fields["logsumexp"][..., None]
+    )
+    queries, keys = weights.shape[2:]
+    row, key = torch.arange(queries)[:, None], torch.arange(keys)
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    if call.band is not None:
+        seen = (key >= row + call.band[0]) & (key < row + call.band[1])
+    weights = weights.masked_fill(~seen, 0.0)
+    pushed = grad.double() @ call.v.double().repeat_interleave(call.group, 1).mT
+    pull = (grad.double() * output).sum(-1)
+    under = (weights * (pushed - pull[..., None]).square()).sum(-1)
+    count = seen.sum(-1)
+    mean = pushed.masked_fill(~seen, 0.0).sum(-1) / count
+    spread = ((pushed - mean[..., None]).square() * seen).sum(-1) / count
+    return torch.where(spread > 0, under / spread, math.nan), pull, fields
+
+
+FLOWS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "causal, bottom-right": {"is_causal": True, "query_offset": "bottom-right"},
+    "a window": {"window": (140, 20)},
+    "a scale": {"scale": 0.4},
+    "rows without keys": {"window": (3, 40), "query_offset": 250},
+}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_gradient_flow(emulator, name, head_dim, kv_heads):
+    flow = emulator.load("attemper._backends.cuda._hopper_flow")
+    call = call_for(three(200, 330, head_dim, kv_heads=kv_heads, batch=2), enable_gqa=True, **FLOWS[name])
+    grad = draw(7, 2, 200, 2, head_dim).transpose(1, 2)
+    right, pull, fields = flow_in_float64(call, grad)
+    found = torch.full(call.q.shape[:-1], -7.0)
+    assert flow.takes(call, grad)
+    given = (x.float() for x in (pull, fields["max_logit"], fields["largest_weight"]))
+    flow.flow(call, grad, *given, found)
+    assert torch.equal(found.isnan(), right.isnan())
+    there = right.isfinite()
+    close(found[there], right[there], rtol=2e-3, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels around it are interpreted on a CPU")
+class TestAttend:
+    """From end to end, with the kernel that computes marked rows again and what follows from others."""
+
+    @pytest.fixture(autouse=True)
+    def emulated(self, emulator, monkeypatch):
+        monkeypatch.setattr(_launch, "_gluon", lambda name: emulator.load(f"attemper._backends.cuda.{name}"))
+        yield
+        assert {name for name, _, _ in emulator.launches} == {"_kernel"}
+
+    def compare(self, operands, options):
+        found = attend(*operands, backend="cuda", **options)
+        right = attend(*(x.double() for x in operands), backend="reference", **options)
+        output = right.output
+        torch.testing.assert_close(found.output.double(), output, rtol=2e-2, atol=1e-2, equal_nan=True)
+        alone = read(*operands[:2], backend="cuda", **{n: x for n, x in options.items() if n != "sinks"})
+        for name in (*FIELDS, "visible_keys", "max_qk", "first_key_weight", "sink_mass", "nonfinite"):
+            wanted = getattr(right.reading, name)
+            if wanted is None:
+                continue
+            for reading in (found.reading, alone):
+                value = getattr(reading, name)
+                if value is not None and not (reading is alone and "sinks" in options):
+                    torch.testing.assert_close(
+                        value.double(),
+                        wanted.double(),
+                        rtol=1e-2 if name == "output_norm" else 1e-4,
+                        atol=3e-5,
+                        equal_nan=True,
+                        msg=lambda text, name=name: f"{name}: {text}",
+                    )
+        return found
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"is_causal": True},
+            {"key_lengths": torch.tensor([70, 0])},
+            {"window": (9, 30), "sinks": torch.tensor([0.3, -1.0])},
+        ],
+        ids=["full", "causal", "key lengths", "window, sinks"],
+    )
+    def test_every_field(self, options):
+        self.compare(three(130, 150, batch=2), options)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_a_leap_is_computed_again(self, causal):
+        q, k, v = three(200, 280)
+        q[:, 1, 150] = k[:, 1, 5] = 6.0
+        self.compare((q, k, v), {"is_causal": causal})
+
+    def test_what_is_not_finite(self):
+        q, k, v = three(200, 150)
+        q[0, 0, 70, 3] = math.nan
+        found = attend(q, k, v, backend="cuda").reading
+        right = attend(q.double(), k.double(), v.double(), backend="reference").reading
+        assert torch.equal(found.nonfinite, right.nonfinite)
+        torch.testing.assert_close(found.entropy.double(), right.entropy, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+    def test_gradient_flow_beside_cudnn(self, monkeypatch, emulator):
+        def differentiate(q, k, v, output, logsumexp, grad, *, causal, scale):
+            return tuple(torch.zeros_like(x) for x in (q, k, v))
+
+        monkeypatch.setattr(_cudnn, "usable", lambda device: True)
+        monkeypatch.setattr(_cudnn, "_differentiate", differentiate)
+        operands = three(150, 150)
+        grad = draw(7, 1, 2, 150, 64)
+        flows = []
+        for backend, dtype in (("cuda", torch.bfloat16), ("torch", torch.float64)):
+            leaves = [x.to(dtype).requires_grad_() for x in operands]
+            output, reading = attend(*leaves, is_causal=True, backend=backend, stats="gradient_flow")
+            output.backward(grad.to(dtype))
+            flows.append(reading.gradient_flow.double())
+        assert len(emulator.launches) == 2
+        there = flows[1].isfinite()
+        assert there.double().mean() > 0.9
+        close(flows[0][there], flows[1][there], rtol=5e-2, atol=5e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+TOY = """
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
+)
+
+@gluon.jit
+def _producer(x_desc, tiles, full, empty, count):
+    stage = 0
+    phase = 1
+    for i in range(count):
+        mbarrier.wait(empty.index(stage), phase)  # WAIT EMPTY
+        mbarrier.expect(full.index(stage), x_desc.block_type.nbytes)
+        tma.async_load(x_desc, [i * 64, 0], full.index(stage), tiles.index(stage))
+        stage += 1
+        if stage == 2:
+            stage = 0
+            phase ^= 1
+
+@gluon.jit
+def _consumer(x_desc, y_desc, tiles, out, full, empty, count):
+    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    stage = 0
+    phase = 0
+    for i in range(count):
+        acc = gl.zeros([64, 64], gl.float32, L)
+        mbarrier.wait(full.index(stage), phase)  # WAIT FULL
+        tile = tiles.index(stage)
+        # EARLY
+        acc = warpgroup_mma(tile, tile.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(acc,))  # WAIT PRODUCT
+        mbarrier.arrive(empty.index(stage))  # GIVE BACK
+        tma.store_wait(0)  # WAIT STORE
+        out.store(acc.to(gl.bfloat16))
+        fence_async_shared()  # FENCE
+        tma.async_store(y_desc, [i * 64, 0], out)
+        stage += 1
+        if stage == 2:
+            stage = 0
+            phase ^= 1
+    tma.store_wait(0)  # LAST WAIT
+
+@gluon.jit
+def kernel(x_desc, y_desc, count):
+    tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], x_desc.layout)
+    out = gl.allocate_shared_memory(gl.bfloat16, [64, 64], y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_consumer, (x_desc, y_desc, tiles, out, full, empty, count)),
+            (_producer, (x_desc, tiles, full, empty, count)),
+        ],
+        [1],
+        [24],
+    )
+"""
+
+FAULTS = {
+    "no wait for a copy": ("mbarrier.wait(full.index(stage), phase)  # WAIT FULL", "", RaceError),
+    "no wait for a free place": ("mbarrier.wait(empty.index(stage), phase)  # WAIT EMPTY", "", GluonError),
+    "a wait for the other phase": ("phase)  # WAIT FULL", "phase ^ 1)", (RaceError, DeadlockError)),
+    "nobody gives back": ("mbarrier.arrive(empty.index(stage))  # GIVE BACK", "", DeadlockError),
+    "given back before the product is there": ("# EARLY", "mbarrier.arrive(empty.index(stage))", GluonError),
+    "no wait for a product": ("acc = warpgroup_mma_wait(0, deps=(acc,))  # WAIT PRODUCT", "", GluonError),
+    "too short a wait for a product": ("mma_wait(0, deps=(acc,))  # WAIT", "mma_wait(1, deps=(acc,))  #", GluonError),
+    "no wait for a store": ("tma.store_wait(0)  # WAIT STORE", "", RaceError),
+    "no last wait for a store": ("tma.store_wait(0)  # LAST WAIT", "", GluonError),
+    "no fence": ("fence_async_shared()  # FENCE", "", RaceError),
+    "more bytes than come": ("block_type.nbytes", "block_type.nbytes + 16", DeadlockError),
+    "another layout": ("acc.to(gl.bfloat16)", "acc.to(gl.float16)", GluonError),
+    "a place that is not there": ("tiles.index(stage)\n        # EARLY", "tiles.index(stage + 1)", GluonError),
+    "what is not emulated": ("fence_async_shared()  # FENCE", "gl.histogram(acc, 4)", GluonError),
+}  # fmt: skip
+
+
+class TestEmulator:
+    """What it finds in a kernel that squares tiles of 64 rows."""
+
+    def run(self, edit=lambda name, source: source, seed=0, rows=300):
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        x, y = draw(1, rows, 64), torch.full((rows, 64), 7.0, dtype=torch.bfloat16)
+        layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
+        toy = Emulator(seed=seed, edit=edit).execute(TOY)
+        descriptors = (TensorDescriptor(z, list(z.shape), [64, 1], [64, 64], layout) for z in (x, y))
+        toy.kernel[(1,)](*descriptors, -(-rows // 64), num_warps=4)
+        return x, y
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_without_a_fault(self, seed):
+        x, y = self.run(seed=seed)
+        tiles = torch.nn.functional.pad(x.double(), (0, 0, 0, 20)).unflatten(0, (5, 64))
+        close(y, (tiles @ tiles.mT).flatten(0, 1)[:300], rtol=1e-2, atol=1e-2)
+
+    @pytest.mark.parametrize("name", FAULTS)
+    def test_a_fault(self, name):
+        old, new, error = FAULTS[name]
+
+        def edit(_, source):
+            assert source.count(old) == 1
+            return source.replace(old, new)
+
+        for seed in range(5):
+            with pytest.raises(error):
+                self.run(edit, seed)
+
+    def test_a_deadlock_says_who_waits_for_what(self):
+        with pytest.raises(DeadlockError) as raised:
+            self.run(lambda _, source: source.replace("nbytes", "nbytes + 16"))
+        text = str(raised.value)
+        assert "program 0, partition 0 (_consumer) waits for full[0], phase 0: 0 phases are over" in text
+        assert "1 of 1 arrivals are there and 16 bytes to come" in text
+        assert "partition 1 (_producer) waits for empty[0], phase 0" in text
