@@ -614,6 +614,30 @@ def where(condition, x, y):
     return Value(torch.where(condition.data != 0, x, y), dtype, layout)
 
 
+def _log2_of(x):
+    return torch.log2(x)
+
+
+def _shown_of(x, distance, width):
+    unsigned = [y.long() & 0xFFFFFFFF for y in (distance, width)]
+    return torch.where(unsigned[0] < unsigned[1], x, -(2.0**100))
+
+
+_ASSEMBLY = {
+    ("lg2.approx.ftz.f32 $0, $1;", "=f,f"): _log2_of,
+    ("{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fF1800000, p; }", "=f,f,r,r"): _shown_of,
+}
+"""What instructions of the machine do that kernels name."""
+
+
+def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
+    if (asm, constraints) not in _ASSEMBLY or pack != 1 or not is_pure or dtype != _gl.float32:
+        raise GluonError(f"{asm!r} is not emulated (tests/gluon_emulator.py)")
+    layout = _common_layout(*args)
+    values = torch.broadcast_tensors(*(_value(x).data for x in args))
+    return Value(_ASSEMBLY[asm, constraints](*values), dtype, layout)
+
+
 def full(shape, value, dtype, layout=None):
     shape = _shape(shape)
     value = cast(_value(value), dtype)
@@ -1498,7 +1522,7 @@ class Names:
 _OURS = (
     "constexpr", "add", "sub", "mul", "load", "store", "atomic_add", "atomic_max", "atomic_min", "atomic_and",
     "atomic_or", "atomic_xor", "atomic_xchg", "exp", "exp2", "log", "log2", "sqrt", "sqrt_rn", "rsqrt", "sin", "cos",
-    "erf", "floor", "ceil", "abs", "fdiv", "div_rn", "fma", "cast", "maximum", "minimum", "clamp", "where", "full",
+    "erf", "floor", "ceil", "abs", "fdiv", "div_rn", "fma", "cast", "maximum", "minimum", "clamp", "where", "inline_asm_elementwise", "full",
     "zeros", "full_like", "zeros_like", "arange", "reshape", "permute", "expand_dims", "convert_layout",
     "set_auto_layout", "broadcast", "join", "split", "sum", "max", "min", "cdiv", "to_tensor", "static_range",
     "static_assert", "device_assert", "assume", "multiple_of", "max_contiguous", "max_constancy", "program_id",
