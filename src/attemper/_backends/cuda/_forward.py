@@ -442,7 +442,8 @@ def careful_kernel(
             state = fresh(kind.rows, kind.value_depth)
             for start in tl.range(least // kind.keys * kind.keys, most, kind.keys):
                 state = visit(
-                    state, start, own, k, v, head // sizes.group, rows, known, masked, dropped, softcap, sizes, kind, True
+                    state, start, own, k, v, head // sizes.group, rows, known, masked, dropped, softcap, sizes, kind,
+                    True,
                 )  # fmt: skip
             finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, True)
 

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._operator import COUNTS
+from ._gram import PARTS, grams
 from ._ready import launch
 
 if TYPE_CHECKING:
@@ -58,6 +59,9 @@ _LEVELS = dict(zip(FIELDS, (0, 1, 1, 2, 2, 2, 2, 3, 3, 1, 3, 0, 0, 2), strict=Tr
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _CACHED_BYTES = 32 << 20
 """K and V of the heads that are worked on together: what stays in the L2 cache of 50 MiB."""
+
+SUMMED_KEYS = 4096
+"""From as many queries and keys on, moments of scores follow from sums over keys."""
 
 _M = gl.constexpr(ROWS)
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -86,9 +90,11 @@ _FIRST_PER_BATCH = gl.constexpr(1 << 20)
 _STOP_PER_BATCH = gl.constexpr(1 << 21)
 _BAND = gl.constexpr(1 << 22)
 
+_PARTS = gl.constexpr(PARTS.value)
 _LETTER = gl.constexpr(20)
 """Numbers of a letter, by which the producer tells the consumers all about an item, so that they need not look it up:
-the item, its first tile of keys and the one after its last, batch, head, row, scale, and four for each consumer."""
+the item, its first tile of keys and the one after its last, batch, head, row, scale, four for each consumer, and how
+many granules of keys all rows see."""
 
 
 @gluon.jit
@@ -181,7 +187,7 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _announce(
-    item, common, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
+    item, common, grams, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Write the letter of an item: which tiles of keys it needs, and between which of them nothing is hidden."""
     scale_ptr, limits, sizes, shape, choices, _, _ = common
@@ -192,11 +198,13 @@ def _announce(
     head = pair % heads
     row = block * (CONSUMERS * _M)
     c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
+    _, _, granule, count = grams
     lowest = 0
     highest = gl.cdiv(sizes[1], N)
     if BOUNDED:
         lowest = _FARTHEST
         highest = 0
+        clear = _FARTHEST
         for who in gl.static_range(CONSUMERS):
             rows = row + who * _M + gl.arange(0, _M, gl.BlockedLayout([2], [32], [1], [0]))
             first, stop = _bounds(limits, batch, rows, sizes, choices)
@@ -211,11 +219,16 @@ def _announce(
             _write(mail, letter + 7 + 4 * who, low)
             _write(mail, letter + 8 + 4 * who, high)
             _write(mail, letter + 9 + 4 * who, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
-            _write(mail, letter + 10 + 4 * who, least_stop // N - late.to(gl.int32))
+            free_high = least_stop // N - late.to(gl.int32)
+            _write(mail, letter + 10 + 4 * who, free_high)
+            clear = gl.minimum(clear, gl.where(high > low, gl.minimum(free_high, high - 1), _FARTHEST))
             lowest = gl.minimum(lowest, low)
             highest = gl.maximum(highest, high)
         highest = gl.maximum(highest, 1)
         lowest = gl.minimum(lowest, highest - 1)
+        # Whole granules that all rows see all of, behind the first tile.
+        count = gl.minimum(gl.minimum(clear, highest) * N // granule, count)
+    _write(mail, letter + 19, count)
     _write(mail, letter, item)
     _write(mail, letter + 1, lowest)
     _write(mail, letter + 2, highest)
@@ -223,7 +236,35 @@ def _announce(
     _write(mail, letter + 4, head)
     _write(mail, letter + 5, row)
     _write(mail, letter + 6, c.to(gl.int32, bitcast=True))
-    return lowest, highest, batch, head, row
+    return lowest, highest, batch, head, row, count
+
+
+@gluon.jit
+def _sum_before(grams, batch, head, shape, before):
+    """Which of the sums over keys is that of a head over some granules."""
+    _, _, _, count = grams
+    heads, ratio, _, _, _, _ = shape
+    return (batch * (heads // ratio) + head // ratio) * (count + 1) + before
+
+
+@gluon.jit
+def _send_grams(
+    which, stage, phase, grams, buffers, barriers,
+    D: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """Copy the parts of a Gram matrix into the ring of K; in that of V they take empty places."""
+    grams_desc, _, _, _ = grams
+    _, k_tiles, _ = buffers
+    _, _, k_full, k_empty, v_full, v_empty = barriers
+    for part in gl.static_range(_PARTS):
+        mbarrier.wait(k_empty.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), grams_desc.block_type.nbytes)
+        _copy_in(grams_desc, [which, part, 0, 0], k_full.index(stage), k_tiles.index(stage).slice(0, D, 2))
+        if VALUES:
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.arrive(v_full.index(stage))
+        stage, phase = _advance(stage, phase, STAGES)
+    return stage, phase
 
 
 @gluon.jit
@@ -262,11 +303,11 @@ def _send_queries(
 
 @gluon.jit
 def _producer(
-    common, post, inputs, counter,
-    CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
-    GRADIENT: gl.constexpr, AHEAD: gl.constexpr,
+    common, post, inputs, grams, counter,
+    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
+    VALUES: gl.constexpr, GRADIENT: gl.constexpr, AHEAD: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
-    """With AHEAD consumers begin one item too many."""
+    """With AHEAD consumers begin one item too many; with GRAMS an item begins with the parts of a Gram matrix."""
     _, _, _, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     ratio = shape[1]
@@ -279,18 +320,30 @@ def _producer(
     slot = 0
     mail_phase = 1
     item = gl.program_id(0)
-    lowest, highest, batch, head, row = _announce(item, common, mail, 0, CONSUMERS, N, BOUNDED)
+    lowest, highest, batch, head, row, before = _announce(item, common, grams, mail, 0, CONSUMERS, N, BOUNDED)
     mbarrier.arrive(mail_full.index(0))
     while item < items:
         kv_head = head // ratio
         q_phase = _send_queries(batch, head, row, q_phase, inputs, q_tiles, q_full, q_empty, CONSUMERS, GRADIENT)
+        if GRAMS:
+            stage, phase = _send_grams(
+                _sum_before(grams, batch, head, shape, before),
+                stage,
+                phase,
+                grams,
+                buffers,
+                barriers,
+                D,
+                STAGES,
+                VALUES,
+            )
         stage, phase = _send((highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES)
         # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
         slot, mail_phase = _advance(slot, mail_phase, 2)
         coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
         mbarrier.wait(mail_empty.index(slot), mail_phase)
-        next_lowest, next_highest, next_batch, next_head, next_row = _announce(
-            coming, common, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
+        next_lowest, next_highest, next_batch, next_head, next_row, next_before = _announce(
+            coming, common, grams, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
         )
         mbarrier.arrive(mail_full.index(slot))
         for step in range(1, highest - lowest):
@@ -303,9 +356,22 @@ def _producer(
         batch = next_batch
         head = next_head
         row = next_row
+        before = next_before
     if AHEAD:
         # Somebody multiplies a tile of the last item again, and nobody looks at what comes out.
         q_phase = _send_queries(batch, head, row, q_phase, inputs, q_tiles, q_full, q_empty, CONSUMERS, GRADIENT)
+        if GRAMS:
+            stage, phase = _send_grams(
+                _sum_before(grams, batch, head, shape, before),
+                stage,
+                phase,
+                grams,
+                buffers,
+                barriers,
+                D,
+                STAGES,
+                VALUES,
+            )
         stage, phase = _send(
             (highest - 1) * N, batch, head // ratio, stage, phase, inputs, buffers, barriers, STAGES, False
         )
@@ -393,23 +459,47 @@ def _pass(
 
 @gluon.jit
 def _begin(
-    slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns,
+    slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns, grams,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
-    """Open the next letter and start QKᵀ of its first tile; behind the last item of whatever lies there."""
+    """Open the next letter, sum up the scores of all keys in granules before, and start QKᵀ of the first tile."""
     _, _, sizes, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     q_tiles, k_tiles, _ = buffers
-    q_full, _, k_full, _, _, _ = barriers
+    q_full, _, k_full, k_empty, v_full, v_empty = barriers
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     mbarrier.wait(mail_full.index(slot), mail_phase)
     item = _read(mail, slot * _LETTER)
     tiles, place, c = _open(mail, slot * _LETTER, who, sizes[1], N, BOUNDED)
+    before = _read(mail, slot * _LETTER + 19)
     mbarrier.arrive(mail_empty.index(slot))
     slot, mail_phase = _advance(slot, mail_phase, 2)
     mbarrier.wait(q_full.index(who), q_phase)
     q_phase ^= 1
+    q = q_tiles.index(who).reshape([_M, D])
+    zero = gl.zeros([_M, N], gl.float32, S)
+    far_moved = gl.zeros_like(_own_sum(zero))
+    far_spread = far_moved
+    if GRAMS:
+        A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+        product = gl.zeros([_M, D], gl.float32, A)
+        for _part in gl.static_range(_PARTS):
+            mbarrier.wait(k_full.index(stage), phase)
+            gram = k_tiles.index(stage).reshape([N, D]).slice(0, D, 0).permute((1, 0))
+            product = warpgroup_mma(q, gram, product, is_async=True)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            mbarrier.arrive(k_empty.index(stage))
+            if VALUES:
+                mbarrier.wait(v_full.index(stage), phase)
+                mbarrier.arrive(v_empty.index(stage))
+            stage, phase = _advance(stage, phase, STAGES)
+        _, sums_ptr, _, _ = grams
+        which = _sum_before(grams, place[0], place[1], shape, before).to(gl.int64)
+        key_sums = gl.load(sums_ptr + which * D + gl.arange(0, D, gl.SliceLayout(0, A)))
+        own = q.load(A).to(gl.float32)
+        far_moved = gl.convert_layout(_own_sum(own * gl.expand_dims(key_sums, 0)), far_moved.type.layout)
+        far_spread = gl.convert_layout(_own_sum(own * product), far_moved.type.layout)
     if BOUNDED:
         skipped = gl.where(item < shape[5], tiles[1] - tiles[3], 0)
         stage, phase, turn_phase = _pass(
@@ -419,12 +509,13 @@ def _begin(
     if VALUES:
         mbarrier.wait(turns.index(who), turn_phase)
         turn_phase ^= 1
-    q = q_tiles.index(who).reshape([_M, D])
     k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
-    s = warpgroup_mma(q, k, gl.zeros([_M, N], gl.float32, S), use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     if VALUES:
         mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-    return s, item, tiles, place, c, slot, mail_phase, stage, phase, q_phase, turn_phase
+    # Up to which tile they are in these sums.
+    moments = (before * grams[2] // N, far_moved, far_spread)
+    return s, item, tiles, place, c, moments, slot, mail_phase, stage, phase, q_phase, turn_phase
 
 
 @gluon.jit
@@ -442,9 +533,9 @@ def _opening(s):
 
 @gluon.jit
 def _consumer(
-    common, post, turns, results,
+    common, post, turns, grams, results,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
     _, limits, sizes, shape, choices, buffers, barriers = common
     o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr = results
@@ -452,7 +543,7 @@ def _consumer(
     heads = shape[0]
     items = shape[5]
     q_tiles, k_tiles, v_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    _q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     DTYPE: gl.constexpr = q_tiles.dtype
     # Where the scores lie, the accumulator of the output, the weights as its left side, and rows.
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -468,9 +559,9 @@ def _consumer(
     phase = 0
     q_phase = 0
     turn_phase = 1 if who == 0 else 0
-    s, item, tiles, place, c, slot, mail_phase, stage, phase, q_phase, turn_phase = _begin(
-        slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns,
-        who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
+    s, item, tiles, place, c, moments, slot, mail_phase, stage, phase, q_phase, turn_phase = _begin(
+        slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns, grams,
+        who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, GRAMS,
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
     while item < items:
@@ -492,8 +583,7 @@ def _consumer(
         # Sums over the scores themselves, not weighed: of tiles looked at row by row about the reference, so that a row
         # of one key has a variance of 0, and of those of which all rows see all, cheaper, of q·k about 0.
         near = (nothing, nothing)
-        far_moved = nothing
-        far_spread = nothing
+        summed, far_moved, far_spread = moments
         tile = high - 1
         mbarrier.arrive(k_empty.index(stage))
         opening = nothing.to(gl.int32)
@@ -533,9 +623,10 @@ def _consumer(
                 reference = gl.where(new, gl.max(s, axis=1) * c, reference)
                 if LEVEL >= 3:
                     near = _scatter(s, reference, c, near)
-            elif LEVEL >= 3:
-                far_moved += _own_sum(s)
-                far_spread += _own_sum(s * s)
+            elif LEVEL >= 3 and (BOUNDED or not GRAMS):
+                if tile >= summed:
+                    far_moved += _own_sum(s)
+                    far_spread += _own_sum(s * s)
             p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
             if VALUES:
                 o = warpgroup_mma_wait(0, deps=(o,))
@@ -557,10 +648,10 @@ def _consumer(
             )
         good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
         of_next = _begin(
-            slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns,
-            who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
+            slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns, grams,
+            who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, GRAMS,
         )  # fmt: skip
-        next_s, item, tiles, place, next_c, slot, mail_phase, stage, phase, q_phase, turn_phase = of_next
+        next_s, item, tiles, place, next_c, moments, slot, mail_phase, stage, phase, q_phase, turn_phase = of_next
 
         # What is not a number fails every comparison. A row that sees nothing has nothing to fail.
         total, tilted, squares, largest = sums
@@ -702,9 +793,12 @@ def _rings(
     return (q_tiles, k_tiles, v_tiles), barriers, (mail, mail_full, mail_empty)
 
 
-_NUMBERS = ("queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices")
+_NUMBERS = (
+    "queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices",
+    "granule", "granules",
+)  # fmt: skip
 _POINTERS = (
-    "scale_ptr", "sinks_ptr", "first_ptr", "stop_ptr", "wide_ptr", "flags", "counter",
+    "key_sums_ptr", "scale_ptr", "sinks_ptr", "first_ptr", "stop_ptr", "wide_ptr", "flags", "counter",
     "lse_ptr", "max_ptr", "weight_ptr", "expected_ptr", "entropy_ptr", "collision_ptr", "norm_ptr", "mean_ptr",
     "std_ptr", "qk_ptr", "opening_ptr", "sink_ptr", "visible_ptr", "nonfinite_ptr",
 )  # fmt: skip
@@ -713,12 +807,12 @@ _POINTERS = (
 # One kernel for all numbers and pointers, whatever divides them.
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _kernel(
-    q_desc, k_desc, v_desc, o_desc, scale_ptr, sinks_ptr, first_ptr, stop_ptr, wide_ptr,
+    q_desc, k_desc, v_desc, o_desc, grams_desc, key_sums_ptr, scale_ptr, sinks_ptr, first_ptr, stop_ptr, wide_ptr,
     lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
     qk_ptr, opening_ptr, sink_ptr, visible_ptr, nonfinite_ptr, flags, counter,
-    queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
+    queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices, granule, granules,
     CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
     buffers, barriers, post = _rings(q_desc, k_desc, v_desc, CONSUMERS, D, N, STAGES, VALUES)
     q_tiles = buffers[0]
@@ -738,14 +832,39 @@ def _kernel(
     count_ptrs = (visible_ptr, nonfinite_ptr)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (q_desc, k_desc, v_desc, q_desc, q_tiles)
+    grams = (grams_desc, key_sums_ptr, granule, granules)
     results = (o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr)
     # A variable would make tensors of the constants.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (common, post, turns, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (common, post, turns, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES, False, True)),
+                (
+                    _consumer,
+                    (common, post, turns, grams, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
+                ),
+                (
+                    _consumer,
+                    (common, post, turns, grams, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
+                ),
+                (
+                    _producer,
+                    (
+                        common,
+                        post,
+                        inputs,
+                        grams,
+                        counter,
+                        CONSUMERS,
+                        D,
+                        N,
+                        STAGES,
+                        BOUNDED,
+                        VALUES,
+                        False,
+                        True,
+                        GRAMS,
+                    ),
+                ),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -753,23 +872,50 @@ def _kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (common, post, turns, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (common, post, turns, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (common, post, turns, results, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, VALUES, False, True)),
+                (
+                    _consumer,
+                    (common, post, turns, grams, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
+                ),
+                (
+                    _consumer,
+                    (common, post, turns, grams, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
+                ),
+                (
+                    _consumer,
+                    (common, post, turns, grams, results, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
+                ),
+                (
+                    _producer,
+                    (
+                        common,
+                        post,
+                        inputs,
+                        grams,
+                        counter,
+                        CONSUMERS,
+                        D,
+                        N,
+                        STAGES,
+                        BOUNDED,
+                        VALUES,
+                        False,
+                        True,
+                        GRAMS,
+                    ),
+                ),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
 
 
-def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> dict[str, int]:
+def configuration(head_dim: int, level: int, *, bounded: bool, values: bool, summed: bool) -> dict[str, int]:
     """Consumers, keys of a tile, tiles of the rings and registers of a consumer."""
     if not values:
         return {"CONSUMERS": 3, "N": 128, "STAGES": 4, "REGISTERS": 160}
     if head_dim == 128:
         return {"CONSUMERS": 2, "N": 128, "STAGES": 2, "REGISTERS": 240}
-    if level == 3 and bounded:
+    if level == 3 and bounded and not summed:
         # Three consumers have too few registers for all that.
         return {"CONSUMERS": 2, "N": 128, "STAGES": 5, "REGISTERS": 240}
     return {"CONSUMERS": 3, "N": 128, "STAGES": 5, "REGISTERS": 160}
@@ -834,6 +980,12 @@ def begins_at_first_key(call: Call) -> bool:
     return call.first is None
 
 
+def _by_sums(call: Call) -> bool:
+    """Whether sums over scores are to follow from sums over keys: with few of either that costs more than it saves."""
+    enough = min(call.q.shape[2], call.k.shape[2]) >= SUMMED_KEYS
+    return enough and call.q.dtype == torch.bfloat16 and begins_at_first_key(call)
+
+
 def together_in_cache(call: Call) -> int:
     """How many (batch, head) are worked on together."""
     batch, heads, _, head_dim = call.q.shape
@@ -862,8 +1014,8 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
 
     Where a flag is 1, all else of these rows has to be computed again by other means. `fields` has names of FIELDS,
     each (batch, heads, queries). `wide` is laid out as the output. Without values there is no output. The flags come as
-    zeros, with one number more at their end, by which the kernel counts. "first_key_weight" can be among the fields where
-    all rows begin at the first key.
+    zeros, with one number more at their end, by which the kernel counts. "first_key_weight" can be among the fields
+    where all rows begin at the first key.
     """
     q, k, v = call.q, call.k, call.v
     if output is not None and not (copyable(output) and (wide is None or wide.stride() == output.stride())):
@@ -881,7 +1033,8 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     level = max((_LEVELS[name] for name in fields), default=0)
     band = call.band
     bounded = band is not None or call.first is not None or call.stop is not None
-    choice = configuration(head_dim, level, bounded=bounded, values=v is not None)
+    summed = level == 3 and _by_sums(call)
+    choice = configuration(head_dim, level, bounded=bounded, values=v is not None, summed=summed)
     low, high = (0, 0) if band is None else band
     scale = call.scale.contiguous()
     sinks = scale if call.sinks is None else call.sinks.contiguous()
@@ -903,12 +1056,18 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     blocks = -(-queries // (ROWS * choice["CONSUMERS"]))
     k_desc = described(k, choice["N"])
     q_desc = described(q, ROWS)
+    sums = None
+    if summed:
+        # All keys but those of the tile at which every item begins.
+        sums = grams(call, (-(-keys // choice["N"]) - 1) * choice["N"])
     with torch.cuda.device(q.device):
         arguments = (
             q_desc,
             k_desc,
             k_desc if v is None else described(v, choice["N"]),
             q_desc if output is None else described(output, ROWS),
+            q_desc if sums is None else described(sums.parts, head_dim),
+            scale if sums is None else sums.sums,
             scale,
             sinks,
             first,
@@ -928,6 +1087,8 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             together_in_cache(call),
             pairs * blocks,
             choices,
+            1 if sums is None else sums.granule,
+            0 if sums is None else sums.count,
             choice["CONSUMERS"],
             head_dim,
             choice["N"],
@@ -936,7 +1097,10 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             bounded,
             v is not None,
             level,
+            sums is not None,
         )
         # Bounds that are not there are stood in for by something of another type.
-        form = (q.dtype, head_dim, bounded, v is None, level, first.dtype, scale.dtype, sinks.dtype, q.device)
+        form = (
+            q.dtype, head_dim, bounded, v is None, level, sums is None, first.dtype, scale.dtype, sinks.dtype, q.device
+        )  # fmt: skip
         launch(_kernel, min(pairs * blocks, processors(q.device.index)), arguments, form=form, num_warps=4)

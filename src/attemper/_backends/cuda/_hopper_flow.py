@@ -169,11 +169,16 @@ def _kernel(
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles)
     rows_in = (max_ptr, peak_ptr, pull_ptr)
+    # There are none.
+    grams = (q_desc, scale_ptr, 1, 0)
     gl.warp_specialize(
         [
             (_consumer, (common, post, rows_in, flow_ptr, g_tiles, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
             (_consumer, (common, post, rows_in, flow_ptr, g_tiles, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-            (_producer, (common, post, inputs, counter, CONSUMERS, N, STAGES, BOUNDED, True, True, False)),
+            (
+                _producer,
+                (common, post, inputs, grams, counter, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False, False),
+            ),
         ],
         [4, 1],
         [240, 24],
