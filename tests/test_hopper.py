@@ -1,6 +1,9 @@
 """The kernels for Hopper, emulated: what they compute, what they mark, and that nobody reads what is not there yet."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from attemper import attend, read
 pytest.importorskip("triton.experimental.gluon")
 from gluon_emulator import DeadlockError, Emulator, GluonError, RaceError
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attemper._backends._operator import Call, call_of, empty_output
 from attemper._backends.cuda import _cudnn, _launch
@@ -231,6 +236,17 @@ def test_bounds_of_each_row(hopper, which):
         first, stop = first[:1], stop[1:].expand(2, 200)
     call = call._replace(first=None if which == "stop" else first, stop=None if which == "first" else stop)
     Found(hopper, call).agree(call)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_that_nobody_reads(hopper, head_dim):
+    """They lie between those of two consumers, and take their places in the rings all the same."""
+    operands = three(192, 1000, head_dim, heads=1)
+    first = torch.tensor([[0, 900, 300]]).repeat_interleave(64, 1)
+    for kept in (operands, operands[:2]):
+        call = call_for(kept)._replace(first=first, stop=first + 60)
+        for fields in (LEVELS[0], FIELDS):
+            Found(hopper, call, fields).agree(call)
 
 
 def test_packed_sequences(hopper):
@@ -601,6 +617,74 @@ class TestAttend:
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+COMPILE = """
+import contextlib
+import torch
+from triton._C.libtriton import ir
+from triton._utils import canonicalize_dtype
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from attemper._backends._operator import call_of
+from attemper._backends.cuda import _hopper, _hopper_flow
+from attemper._problem import pose
+
+target = GPUTarget("cuda", 90, 32)
+backend = make_backend(target)
+
+def type_of(x):
+    if isinstance(x, torch.Tensor):
+        return "*" + canonicalize_dtype(x.dtype)
+    return x.__mangle__() if hasattr(x, "__mangle__") else "i32"
+
+def launch(kernel, programs, arguments, *, form, **options):
+    types, constants = {}, {}
+    for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
+        types[parameter.name] = "constexpr" if parameter.is_constexpr else type_of(x)
+        if parameter.is_constexpr:
+            constants[i,] = x
+    options = backend.parse_options(options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    made = GluonASTSource(kernel, types, constants, {}).make_ir(
+        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    assert made.verify()
+    print("compiled")
+
+for module in (_hopper, _hopper_flow):
+    module.launch = launch
+    module.processors = lambda device: 1
+torch.cuda.device = lambda device: contextlib.nullcontext()
+rows = torch.zeros(1, 1, 256)
+for head_dim, causal, values, names in (
+    (128, True, True, _hopper.FIELDS),
+    (64, False, True, ()),
+    (64, True, False, _hopper.FIELDS[:3]),
+):
+    q = torch.zeros(1, 1, 256, head_dim, dtype=torch.bfloat16)
+    problem = pose(q, q, q if values else None, is_causal=causal)
+    call = call_of(problem, problem.batch, banded=True)
+    fields = {name: rows for name in names}
+    _hopper.forward(call, torch.zeros_like(q) if values else None, None, fields, torch.zeros(5, dtype=torch.int32))
+    if values:
+        _hopper_flow.flow(call, q, rows, rows, rows, rows)
+"""
+
+
+# On a GPU with it these kernels raise where they used to run; they compile with tma.async_load and tma.async_store.
+@pytest.mark.xfail(hasattr(tma, "async_load"), reason="Triton 3.9 has no async_copy_global_to_shared any more")
+def test_the_compiler_takes_them():
+    """As far as types and layouts go, in all branches; it needs no GPU for that, but no interpreter either."""
+    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("compiled") == 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
 TOY = """
 import torch
 from triton.experimental import gluon
@@ -686,8 +770,6 @@ class TestEmulator:
     """What it finds in a kernel that squares tiles of 64 rows."""
 
     def run(self, edit=lambda name, source: source, seed=0, rows=300):
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
         x, y = draw(1, rows, 64), torch.full((rows, 64), 7.0, dtype=torch.bfloat16)
         layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
         toy = Emulator(seed=seed, edit=edit).execute(TOY)
