@@ -12,6 +12,7 @@ from attemper import attend, read
 
 pytest.importorskip("triton.experimental.gluon")
 from gluon_emulator import DeadlockError, Emulator, GluonError, RaceError
+from gluon_emulator import gl as here
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -419,6 +420,13 @@ class TestMarks:
         assert found.flags.tolist() == [[[0, 0, 0], [1, 1, 1]]]
         found.agree(call, ordinary=False)
 
+    @pytest.mark.parametrize(("power", "marked"), [(28, 0), (38, 1)])
+    def test_scores_beyond_what_hides_others(self, hopper, power, marked):
+        q, k, v = three(70, 150, heads=1)
+        q[:] = k[:] = 2.0**power
+        call = call_for((q, k, v), is_causal=True, query_offset=80)
+        assert Found(hopper, call, LEVELS[0]).flags.tolist() == [[[marked] * 2]]
+
     def test_rows_that_see_nothing(self, hopper):
         """have nothing to be marked for, whatever is hidden."""
         q, k, v = three(200, 200, batch=2)
@@ -802,3 +810,79 @@ class TestEmulator:
         assert "program 0, partition 0 (_consumer) waits for full[0], phase 0: 0 phases are over" in text
         assert "1 of 1 arrivals are there and 16 bytes to come" in text
         assert "partition 1 (_producer) waits for empty[0], phase 0" in text
+
+    def test_numbers(self):
+        """as a GPU has them, where Python and torch have others"""
+        layout = gl.BlockedLayout([1], [32], [4], [0])
+        x = here.arange(0, 4, layout) - 2
+        assert (x // 2).data.tolist() == [-1, 0, 0, 0]
+        assert (x % 2).data.tolist() == [0, -1, 0, 1]
+        assert (x + (2**31 - 1)).data.tolist() == [2**31 - 3, 2**31 - 2, 2**31 - 1, -(2**31)]
+        unsigned = x.to(gl.uint32, bitcast=True)
+        assert (unsigned < here.to_tensor(5).to(gl.uint32)).data.tolist() == [False, False, True, True]
+        assert unsigned.to(gl.int32, bitcast=True).data.tolist() == [-2, -1, 0, 1]
+        y = here.where(x < 0, float("nan"), x)
+        assert (y.dtype, here.max(y, axis=0).data.item()) == (gl.float32, 1.0)
+        assert here.maximum(y, -7.0).data.tolist() == [-7.0, -7.0, 0.0, 1.0]
+        assert here.full([4], 1.0, gl.float32, layout).to(gl.int32, bitcast=True).data[0] == 0x3F800000
+        assert ((x > 0) ^ True).data.tolist() == [True, True, True, False]
+        assert (x.to(gl.float16) / 3).dtype == gl.float32
+        assert (x.to(gl.bfloat16) * 0.5).dtype == gl.bfloat16
+        assert (x.to(gl.bfloat16) * here.to_tensor(0.5)).dtype == gl.float32
+
+    def test_what_the_compiler_refuses(self):
+        layout, other = (gl.BlockedLayout([n], [32], [4], [0]) for n in (1, 2))
+        x, y = here.arange(0, 4, layout), here.arange(0, 4, other)
+        with pytest.raises(GluonError, match="two layouts"):
+            x + y
+        assert (x + here.convert_layout(y, layout)).data.tolist() == [0, 2, 4, 6]
+        with pytest.raises(GluonError, match="SliceLayout"):
+            here.expand_dims(x, 0)
+        with pytest.raises(GluonError, match="is no condition"):
+            assert x
+        with pytest.raises(GluonError, match="does not fit into int32"):
+            x + 2**40
+        with pytest.raises(GluonError, match="powers of 2"):
+            here.arange(0, 3, layout)
+        with pytest.raises(GluonError, match="histogram is not emulated"):
+            here.histogram(x, 4)
+
+    KERNEL = """
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+SIZE = 4
+_N = gl.constexpr(4)
+
+@gluon.jit
+def kernel(x_ptr, y_ptr, count, BODY: gl.constexpr):
+    at = gl.arange(0, _N, gl.BlockedLayout([1], [32], [4], [0]))
+    BODY_HERE
+"""
+
+    @pytest.mark.parametrize(
+        ("body", "error"),
+        [
+            ("gl.store(y_ptr + at, gl.load(x_ptr + at, mask=at < count, other=9.0), mask=at < count)", None),
+            ("gl.store(y_ptr + at, gl.load(x_ptr + at, mask=at < count), mask=at < 4)", "outside the memory"),
+            ("gl.store(y_ptr + at, gl.load(x_ptr + at))", "outside the memory"),
+            ("gl.store(y_ptr + at * 0, gl.load(x_ptr + at, mask=at < count), mask=at < count)", "different numbers"),
+            ("gl.store(y_ptr + SIZE, 1.0)", "SIZE, which is no constexpr"),
+            ("size = _N; gl.arange(0, size)", "are constants"),
+        ],
+    )
+    def test_memory_and_constants(self, body, error):
+        module = Emulator().execute(self.KERNEL.replace("BODY_HERE", body))
+        # Of four places in memory each tensor has three.
+        x, y = torch.arange(4.0), torch.full((4,), 7.0)
+
+        def run():
+            module.kernel[(1,)](x[:3], y[:3], 3, None)
+            return y.tolist()
+
+        if error is None:
+            assert run() == [0.0, 1.0, 2.0, 7.0]
+        else:
+            with pytest.raises(GluonError, match=error):
+                run()
+            assert y[3] == 7
