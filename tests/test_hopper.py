@@ -803,6 +803,14 @@ class TestEmulator:
             with pytest.raises(error):
                 self.run(edit, seed)
 
+    def test_a_part_of_a_tile(self):
+        """belongs to the tile that a copy wrote."""
+        part = "part = tiles.index(stage).slice(32, 32, 1).load(L)"
+        _, y = self.run(lambda _, source: source.replace("# EARLY", part))
+        assert torch.equal(y, self.run()[1])
+        with pytest.raises(RaceError, match="a load reads tiles"):
+            self.run(lambda _, source: source.replace("mbarrier.wait(full", f"{part}\n        mbarrier.wait(full"))
+
     def test_a_deadlock_says_who_waits_for_what(self):
         with pytest.raises(DeadlockError) as raised:
             self.run(lambda _, source: source.replace("nbytes", "nbytes + 16"))
