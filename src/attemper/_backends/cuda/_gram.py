@@ -32,7 +32,7 @@ class Grams(NamedTuple):
     """(batch · kv_heads · (granules + 1), head_dim)."""
     granule: int
     """Keys of each, but that the last may be shorter."""
-    count: int
+    granules: int
 
 
 @triton.jit

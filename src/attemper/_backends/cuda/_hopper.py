@@ -1088,7 +1088,7 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             pairs * blocks,
             choices,
             1 if sums is None else sums.granule,
-            0 if sums is None else sums.count,
+            0 if sums is None else sums.granules,
             choice["CONSUMERS"],
             head_dim,
             choice["N"],
