@@ -141,7 +141,7 @@ class Found:
     def __init__(self, hopper, call, names=FIELDS, *, wide=False, output=None):
         rows = call.q.shape[:-1]
         names = [name for name in names if name != "output_norm" or call.v is not None]
-        if not hopper.begins_at_first_key(call):
+        if not _gram.begins_at_first_key(call):
             names = [name for name in names if name != "first_key_weight"]
         self.fields = {
             name: torch.full(rows, -7, dtype=torch.int64) if name in COUNTS else torch.full(rows, math.nan)
@@ -203,7 +203,7 @@ class TestSums:
 
     @pytest.fixture(autouse=True)
     def small(self, hopper, monkeypatch):
-        monkeypatch.setattr(hopper, "SUMMED_KEYS", 128)
+        monkeypatch.setattr(_gram, "SUMMED_KEYS", 128)
         monkeypatch.setattr(_gram, "LEAST_KEYS", 128)
         monkeypatch.setattr(_gram, "MOST_GRANULES", 3)
 
@@ -714,7 +714,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from attemper._backends._operator import call_of
 from attemper._backends._operator import COUNTS
-from attemper._backends.cuda import _hopper, _hopper_flow
+from attemper._backends.cuda import _gram, _hopper, _hopper_flow
 from attemper._backends.cuda._gram import Grams
 from attemper._problem import pose
 
@@ -760,7 +760,7 @@ for head_dim, causal, values, names, summed in (
     (64, False, False, _hopper.FIELDS, 1),
     (128, True, False, _hopper.FIELDS, 1),
 ):
-    _hopper.SUMMED_KEYS = summed
+    _gram.SUMMED_KEYS = summed
     q = torch.zeros(1, 1, 256, head_dim, dtype=torch.bfloat16)
     problem = pose(q, q, q if values else None, is_causal=causal)
     call = call_of(problem, problem.batch, banded=True)

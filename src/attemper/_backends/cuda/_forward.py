@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ._gram import PARTS as PARTS_OF_GRAM
 from ._tile import (
     BIAS,
     LN2,
@@ -29,7 +30,6 @@ from ._tile import (
     place_of_rows,
     product,
     range_of_block,
-    starts_of_rows,
     survivors,
     tanh,
     write_rows,
@@ -39,6 +39,10 @@ SUMS: tl.constexpr = tl.constexpr(1)
 """To measure what needs sums over the weights."""
 MOMENTS: tl.constexpr = tl.constexpr(2)
 """To measure what needs sums over the scores too."""
+FAR_MEAN: tl.constexpr = tl.constexpr(2.0**8)
+"""Squared distance of a mean from what its sums were taken about, in variances, up to which enough digits are left."""
+TINY: tl.constexpr = tl.constexpr(2.0**-12)
+GRAM_PARTS: tl.constexpr = PARTS_OF_GRAM
 
 
 class State(NamedTuple):
@@ -177,14 +181,12 @@ def visit(
             if CAREFUL:
                 broken = tl.max(tl.where(seen & (raw != raw), 1, 0), 1) > 0
                 highest = tl.where(broken | (state.highest != state.highest), float("nan"), highest)
-        if kind.mask == NO_MASK:
-            within = (rows.low >= start) & (rows.low < tl.minimum(rows.high, start + BN))
-            where = tl.where(within, rows.low, NO_KEY)
-        else:
+        if kind.mask != NO_MASK or kind.softcap or kind.dropout or CAREFUL:
+            # Elsewhere it is one product more, at the end.
             where = tl.min(tl.where(seen, key[None, :], NO_KEY), 1)
-        score = tl.max(tl.where(key[None, :] == where[:, None], scores, float("-inf")), 1)
-        opening_score = tl.where(where < opening, score, opening_score)
-        opening = tl.minimum(opening, where)
+            score = tl.max(tl.where(key[None, :] == where[:, None], scores, float("-inf")), 1)
+            opening_score = tl.where(where < opening, score, opening_score)
+            opening = tl.minimum(opening, where)
     weighted, awry = state.weighted, state.awry
     if kind.values:
         values = load_keys(v, rows.batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
@@ -226,7 +228,9 @@ def about(state, reference, kind: tl.constexpr):
 
 
 @triton.jit
-def visit_clear(state, start, q, k, v, k_head, rows, factor, sizes, kind: tl.constexpr):
+def visit_clear(
+    state, start, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes, kind: tl.constexpr, MEASURE: tl.constexpr
+):  # fmt: skip
     """Likewise where all rows see the whole tile, and scores are products times a scale that is not below 0.
 
     The maximum is that of the tiles before, and stays: a sum that overflows for it marks the block. But float16, which
@@ -236,24 +240,32 @@ def visit_clear(state, start, q, k, v, k_head, rows, factor, sizes, kind: tl.con
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
     DV: tl.constexpr = kind.value_depth
-    own = load_tile(k, rows.batch, k_head, start, sizes.depth, BN, D)
+    if kind.copied:
+        own = k_copy.load([rows.batch, k_head, start, 0]).reshape([BN, D])
+    else:
+        own = load_tile(k, rows.batch, k_head, start, sizes.depth, BN, D)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
-    highest = tl.maximum(state.highest, tl.max(scores, 1) * factor)
+    highest = state.highest
+    if kind.peak or v.data.dtype.element_ty == tl.float16:
+        highest = tl.maximum(highest, tl.max(scores, 1) * factor)
     if v.data.dtype.element_ty == tl.float16:
         state = about(state, tl.maximum(state.maximum, highest), kind)
     apart = scores * factor[:, None] - state.maximum[:, None]
     power = tl.exp2(apart)
     tilt, squares, spread, moved, weighted = state.tilt, state.squares, state.spread, state.moved, state.weighted
-    if kind.measure >= SUMS:
+    if MEASURE >= SUMS:
         tilt += tl.sum(power * apart, 1)
         squares += tl.sum(power * power, 1)
-    if kind.measure >= MOMENTS:
+    if MEASURE >= MOMENTS:
         # About the mean of the tiles before: about 0 the sum of squares would cancel when the mean is large.
         off = scores * factor[:, None] - state.mean[:, None]
         moved += tl.sum(off, 1)
         spread += tl.sum(off * off, 1)
     if kind.values:
-        values = load_tile(v, rows.batch, k_head, start, sizes.value_depth, BN, DV)
+        if kind.copied:
+            values = v_copy.load([rows.batch, k_head, start, 0]).reshape([BN, DV])
+        else:
+            values = load_tile(v, rows.batch, k_head, start, sizes.value_depth, BN, DV)
         weighted = product(power.to(values.dtype), values, weighted, kind)
     return State(
         state.maximum, state.total + tl.sum(power, 1), tilt, squares, state.count, state.mean, spread, highest,
@@ -262,10 +274,57 @@ def visit_clear(state, start, q, k, v, k_head, rows, factor, sizes, kind: tl.con
 
 
 @triton.jit
+def opening_of(own, k, k_head, rows, sizes, D: tl.constexpr):
+    """q·k of the first key that a row sees."""
+    component = tl.arange(0, D)
+    place = rows.batch.to(tl.int64) * k.batch + k_head.to(tl.int64) * k.head + rows.low.to(tl.int64) * k.row
+    inside = (rows.there & (rows.low < rows.high))[:, None] & (component < sizes.depth)[None, :]
+    key = tl.load(k.data + place[:, None] + component[None, :], mask=inside, other=0.0)
+    return tl.sum(own.to(tl.float32) * key.to(tl.float32), 1)
+
+
+@triton.jit
+def opened(state, least, most, own, k, k_head, rows, factor, sizes):
+    """The State with the first key that a row sees, if that is one of these."""
+    score = opening_of(own, k, k_head, rows, sizes, own.shape[1]) * factor
+    here = (rows.low < rows.high) & (rows.low >= least) & (rows.low < most)
+    return State(
+        state.maximum, state.total, state.tilt, state.squares, state.count, state.mean, state.spread, state.highest,
+        tl.where(here, rows.low, NO_KEY), tl.where(here, score, float("-inf")), state.weighted, state.awry, state.moved,
+    )  # fmt: skip
+
+
+@triton.jit
+def moments(q, summed, which, factor, kind: tl.constexpr):
+    """Σs and Σs² over the keys of some granules, from sums over these keys."""
+    D: tl.constexpr = kind.depth
+    component = tl.arange(0, D)
+    place = component[:, None] * D + component[None, :]
+    turned = tl.zeros([kind.rows, D], tl.float32)
+    for part in tl.static_range(GRAM_PARTS):
+        gram = tl.load(summed.parts + (which.to(tl.int64) * GRAM_PARTS + part) * (D * D) + place)
+        turned = product(q, gram, turned, kind)
+    wide = q.to(tl.float32)
+    along = tl.sum(wide * tl.load(summed.sums + which.to(tl.int64) * D + component)[None, :], 1)
+    return along * factor, tl.sum(wide * turned, 1) * (factor * factor)
+
+
+@triton.jit
+def shifted(state, count, moved, spread):
+    """The State with clear keys of which sums about 0 are known, as sums about its mean."""
+    away = moved - count * state.mean
+    around = spread - state.mean * (moved + away)
+    return State(
+        state.maximum, state.total, state.tilt, state.squares, state.count, state.mean, state.spread + around,
+        state.highest, state.opening, state.opening_score, state.weighted, state.awry, state.moved + away,
+    )  # fmt: skip
+
+
+@triton.jit
 def finish(
-    state, rows, sizes, sinks, out, wide, fields, mark, block, kind: tl.constexpr, CAREFUL: tl.constexpr
+    state, doubtful, rows, sizes, sinks, out, wide, fields, mark, block, kind: tl.constexpr, CAREFUL: tl.constexpr
 ):  # fmt: skip
-    """Write the output and the fields of the Reading; mark the block if one of them is not finite."""
+    """Write the output and the fields of the Reading; mark the block if one of them is not finite, or doubtful."""
     DV: tl.constexpr = kind.value_depth
     seen, there = state.count > 0, rows.there
     row = place_of_rows(rows, sizes)
@@ -329,7 +388,7 @@ def finish(
         sound = sound & (tl.abs(state.mean) < float("inf"))
         tl.store(fields.nonfinite + row, tl.where(seen & (sound == 0), 1, 0).to(tl.int64), mask=there)
     if not CAREFUL:
-        tl.store(mark + block, tl.max(tl.where(there & seen & (sound == 0), 1, 0), 0))
+        tl.store(mark + block, tl.max(tl.where(there & seen & ((sound == 0) | doubtful), 1, 0), 0))
 
 
 @triton.jit
@@ -370,8 +429,8 @@ def place_of_block(block, sizes):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields, mark, partial,
-    kind: tl.constexpr,
+    q, k, v, k_copy, v_copy, summed, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields,
+    mark, partial, kind: tl.constexpr,
 ):  # fmt: skip
     """A block of rows against all keys that any of them sees, or against one split of them."""
     BN: tl.constexpr = kind.keys
@@ -393,17 +452,17 @@ def forward_kernel(
         least, most = tl.maximum(least, split * share), tl.minimum(most, (split + 1) * share)
     least = least // BN * BN
     state = fresh(kind.rows, kind.value_depth)
+    doubtful = tl.zeros([kind.rows], tl.int1)
     if kind.softcap or kind.mask != NO_MASK or kind.dropout:
         for start in tl.range(least, most, BN):
             state = visit(
                 state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, False
             )  # fmt: skip
     else:
-        # Whole tiles that all rows see go without a mask; but first the ends, before and behind them, and each row's
-        # first tile.
-        clear = tl.maximum(clear + 1, least + BN)
+        # Whole tiles that all rows see go without a mask; but first the ends, before and behind them. Of those behind
+        # every row sees a key: what it scores most there is its reference.
         inner = tl.minimum(tl.maximum(tl.cdiv(clear, BN) * BN, least), most)
-        end = tl.maximum(tl.minimum(clear_stop, most) // BN * BN, inner)
+        end = tl.maximum((tl.minimum(clear_stop, most) - 1) // BN * BN, inner)
         # Below 0 the largest product is the smallest score.
         if (tl.min(known.factor, 0) < 0) | far_apart(k, v, BN):
             end = inner
@@ -414,13 +473,33 @@ def forward_kernel(
             state = visit(
                 state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, False
             )  # fmt: skip
+        clear_keys = end - inner
+        if kind.summed:
+            granules = tl.minimum(end // summed.granule, summed.granules)
+            count = (granules * summed.granule).to(tl.float32)
+            head_sums = (batch * (sizes.heads // sizes.group) + k_head) * (summed.granules + 1) + granules
+            moved, spread = moments(own, summed, head_sums, known.factor, kind)
+            state = shifted(state, count, moved, spread)
+            for start in tl.range(0, granules * summed.granule, BN):
+                state = visit_clear(
+                    state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, SUMS
+                )  # fmt: skip
+            inner = granules * summed.granule
         for start in tl.range(inner, end, BN):
-            state = visit_clear(state, start, own, k, v, k_head, rows, known.factor, sizes, kind)
-        state = close(state, end - inner, kind)
+            state = visit_clear(
+                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, kind.measure
+            )  # fmt: skip
+        state = close(state, clear_keys, kind)
+        if kind.measure >= MOMENTS:
+            state = opened(state, least, most, own, k, k_head, rows, known.factor, sizes)
+        if kind.summed:
+            # Sums about 0 keep too few digits of a spread that is small beside the mean.
+            far_mean = moved / tl.maximum(count, 1.0)
+            doubtful = far_mean * far_mean * count > FAR_MEAN * state.spread + TINY * count
     if kind.split:
         leave(state, partial, block, split, sizes, kind)
     else:
-        finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
+        finish(state, doubtful, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
 
 
 @triton.jit
@@ -445,7 +524,7 @@ def careful_kernel(
                     state, start, own, k, v, head // sizes.group, rows, known, masked, dropped, softcap, sizes, kind,
                     True,
                 )  # fmt: skip
-            finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, True)
+            finish(state, False, rows, sizes, sinks, out, wide, fields, mark, block, kind, True)
 
 
 PARTS: tl.constexpr = tl.constexpr(10)
@@ -511,7 +590,7 @@ def merge_kernel(
             best, state.total * keep + total * take, tilt, squares, state.count + here, mean, spread, highest,
             tl.minimum(state.opening, where), opening_score, weighted, state.awry, state.moved,
         )  # fmt: skip
-    finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
+    finish(state, False, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
 
 
 @triton.jit
@@ -522,14 +601,7 @@ def opening_kernel(q, k, first, stop, scale, sizes, fields, kind: tl.constexpr):
     rows = open_rows(turn * BM, batch, head, first, stop, sizes, BM, kind.bounded)
     row, there, seen = place_of_rows(rows, sizes), rows.there, rows.low < rows.high
     logsumexp = tl.load(fields.logsumexp + row, mask=there, other=0.0)
-    score = tl.zeros([BM], tl.float32)
-    places = starts_of_rows(q, rows)
-    k_places = batch.to(tl.int64) * k.batch + (rows.head // sizes.group).to(tl.int64) * k.head
-    k_places += rows.low.to(tl.int64) * k.row
-    for i in tl.range(0, sizes.depth, 32):
-        component = i + tl.arange(0, 32)
-        left = tl.load(q.data + places[:, None] + component[None, :], mask=seen[:, None], other=0.0)
-        right = tl.load(k.data + k_places[:, None] + component[None, :], mask=seen[:, None], other=0.0)
-        score += tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
+    own = load_rows(q, rows, sizes.depth, kind.depth)
+    score = opening_of(own, k, head // sizes.group, rows, sizes, kind.depth)
     score *= tl.load(scale + batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=there, other=0.0)
     tl.store(fields.first_key_weight + row, tl.where(seen, tl.exp2((score - logsumexp) * LOG2E), 0.0), mask=there)

@@ -19,6 +19,8 @@ from ._tile import Matrix, load_keys
 
 PARTS: tl.constexpr = tl.constexpr(3)
 MOST_GRANULES = 16
+SUMMED_KEYS = 4096
+"""From as many queries and keys on, moments of scores follow from sums over keys."""
 LEAST_KEYS = 1024
 """Of a granule: each takes memory, and of its keys' scores half are added up one by one on average."""
 
@@ -77,6 +79,20 @@ def running_kernel(
         place = unit * count + tl.minimum(i, count - 1)
         gram += tl.load(granule_grams + place * (D * D) + here)
         total += tl.load(granule_sums + place * D + row)
+
+
+def begins_at_first_key(call: Call) -> bool:
+    """Whether every row that sees a key sees the first."""
+    if call.band is not None:
+        return call.band[0] + call.q.shape[2] <= 1
+    return call.first is None
+
+
+def worthwhile(call: Call) -> bool:
+    """Whether sums over scores are to follow from sums over keys: with few of either that costs more than it saves."""
+    plain = call.mask is None and call.softcap is None and not call.dropout_p and call.q.shape[3] in (64, 128)
+    enough = min(call.q.shape[2], call.k.shape[2]) >= SUMMED_KEYS
+    return plain and enough and call.q.dtype == torch.bfloat16 and begins_at_first_key(call)
 
 
 def grams(call: Call, keys: int) -> Grams:

@@ -34,8 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._operator import COUNTS
-from ._gram import PARTS, grams
-from ._ready import launch
+from ._gram import PARTS, grams, worthwhile
+from ._ready import copyable, launch, strides_of
 
 if TYPE_CHECKING:
     from .._operator import Call
@@ -59,9 +59,6 @@ _LEVELS = dict(zip(FIELDS, (0, 1, 1, 2, 2, 2, 2, 3, 3, 1, 3, 0, 0, 2), strict=Tr
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _CACHED_BYTES = 32 << 20
 """K and V of the heads that are worked on together: what stays in the L2 cache of 50 MiB."""
-
-SUMMED_KEYS = 4096
-"""From as many queries and keys on, moments of scores follow from sums over keys."""
 
 _M = gl.constexpr(ROWS)
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -928,16 +925,6 @@ def processors(device: int) -> int:
     return properties.multi_processor_count if (properties.major, properties.minor) == (9, 0) else 0
 
 
-def copyable(x: Tensor) -> bool:
-    """Whether the copy engine takes a tensor of four axes as it is."""
-    *outer, inner = zip(x.shape, x.stride(), strict=True)
-    return (
-        inner[1] == 1
-        and x.data_ptr() % 16 == 0
-        and all(size == 1 or (0 < step < 2**38 and step % 8 == 0) for size, step in outer)
-    )
-
-
 def takes(call: Call) -> bool:
     """Whether a call is one for this kernel."""
     q, k, v = call.q, call.k, call.v
@@ -968,22 +955,7 @@ def described(x: Tensor, rows: int) -> TensorDescriptor:
     """A tensor as the copy engine knows it, in blocks of some rows of one head."""
     block = [1, 1, rows, x.shape[-1]]
     layout = _layout(rows, x.shape[-1], x.dtype)
-    # An axis of one entry may have any stride, also one that the engine refuses.
-    strides = [step if size > 1 else 64 for size, step in zip(x.shape[:-1], x.stride(), strict=False)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
-
-
-def begins_at_first_key(call: Call) -> bool:
-    """Whether every row that sees a key sees the first: only then the weight of its first key can be told here."""
-    if call.band is not None:
-        return call.band[0] + call.q.shape[2] <= 1
-    return call.first is None
-
-
-def _by_sums(call: Call) -> bool:
-    """Whether sums over scores are to follow from sums over keys: with few of either that costs more than it saves."""
-    enough = min(call.q.shape[2], call.k.shape[2]) >= SUMMED_KEYS
-    return enough and call.q.dtype == torch.bfloat16 and begins_at_first_key(call)
+    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
 
 
 def together_in_cache(call: Call) -> int:
@@ -1033,7 +1005,7 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     level = max((_LEVELS[name] for name in fields), default=0)
     band = call.band
     bounded = band is not None or call.first is not None or call.stop is not None
-    summed = level == 3 and _by_sums(call)
+    summed = level == 3 and worthwhile(call)
     choice = configuration(head_dim, level, bounded=bounded, values=v is not None, summed=summed)
     low, high = (0, 0) if band is None else band
     scale = call.scale.contiguous()

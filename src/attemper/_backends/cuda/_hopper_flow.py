@@ -32,12 +32,11 @@ from ._hopper import (
     _read,
     _rings,
     _shown,
-    copyable,
     described,
     processors,
     together_in_cache,
 )
-from ._ready import launch
+from ._ready import copyable, launch
 
 if TYPE_CHECKING:
     from .._operator import Call

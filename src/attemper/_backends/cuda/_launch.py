@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._operator import COUNTS, Call, Saved, Upstream, empty, empty_gradient, empty_output, over_shared
 from . import _cudnn
 from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
 from ._flow import dots_kernel, flow_kernel
 from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
-from ._ready import MOST, form_of, launch
-from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
+from ._gram import begins_at_first_key, grams, worthwhile
+from ._ready import MOST, copyable, form_of, launch, strides_of
+from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes, Summed
 
 NEED_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
+PEAKS = frozenset(("max_logit", "largest_weight", "max_qk"))
 NEED_SUMS = frozenset(("expected_score", "entropy", "collision"))
 HOPPER_ROWS = 64
 """Query rows that the kernel for Hopper marks together."""
@@ -96,10 +99,11 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
     hopper = _gluon("_hopper")
     with _on(q.device):
         if hopper is None or not hopper.takes(call):
-            _portable(call, measure, output, wide, _fields(call, found))
+            peak = not PEAKS.isdisjoint(wanted)
+            _portable(call, measure, output, wide, _fields(call, found), peak=peak)
             return output, found
         needed = {name: found[name] for name in hopper.FIELDS if name in found}
-        later = "first_key_weight" in needed and not hopper.begins_at_first_key(call)
+        later = "first_key_weight" in needed and not begins_at_first_key(call)
         if later:
             del needed["first_key_weight"]
             needed.setdefault("logsumexp", empty(call, "logsumexp", rows))
@@ -164,7 +168,9 @@ def _gluon(name: str) -> Any:
         return None
 
 
-def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | None, fields: Fields) -> None:
+def _portable(
+    call: Call, measure: int, output: Tensor | None, wide: Tensor | None, fields: Fields, *, peak: bool
+) -> None:
     batch, heads, queries, depth = call.q.shape
     value_dim = 0 if call.v is None else call.v.shape[3]
     deep, value_deep = _power(depth), _power(value_dim)
@@ -174,6 +180,16 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
     programs = batch * heads // stack * blocks
     splits = splits_for(programs, call.k.shape[2], tile.keys, call.q.device)
     kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
+    summed, copies = Summed(call.scale, call.scale, 1, 0), (call.scale, call.scale)
+    if measure >= 2 and splits == 1 and worthwhile(call):
+        # All keys but those of the last tile, which gives a reference.
+        found = grams(call, (triton.cdiv(call.k.shape[2], tile.keys) - 1) * tile.keys)
+        summed = Summed(found.parts, found.sums, found.granule, found.granules)
+    if splits == 1 and _copies(call, tile):
+        copies = tuple(_described(x, tile.keys) for x in (call.k, call.k if call.v is None else call.v))
+    ahead = kind._replace(
+        split=splits > 1, peak=peak, summed=summed.granules > 0, copied=isinstance(copies[0], TensorDescriptor)
+    )
     sizes = _sizes(call, blocks, stack, splits)
     q, k = _matrix(call.q, call), _matrix(call.k, call)
     v, out, full = (_matrix(x, call) for x in (call.v, output, wide))
@@ -185,13 +201,35 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         size = programs * splits * tile.rows * (PARTS.value + value_deep)
         partial = torch.empty(size, dtype=torch.float32, device=call.q.device)
     marks = torch.empty(programs, dtype=torch.int32, device=call.q.device)
-    given = (q, k, v, *shared, softcap, masked, dropped, sizes, out, full, fields, marks)
+    given = (*shared, softcap, masked, dropped, sizes, out, full, fields, marks)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
-    launch(forward_kernel, programs * splits, (*given, partial, kind._replace(split=splits > 1)), **options)
+    launch(forward_kernel, programs * splits, (q, k, v, *copies, summed, *given, partial, ahead), **options)
     if splits > 1:
         launch(merge_kernel, programs, (*shared, masked, dropped, sizes, out, full, fields, marks, partial, kind))
-    again = (*given, programs, kind, SPAN)
+    again = (q, k, v, *given, programs, kind, SPAN)
     launch(careful_kernel, triton.cdiv(programs, SPAN), again, num_warps=tile.warps, num_stages=1)
+
+
+def _copies(call: Call, tile: Tiling) -> bool:
+    """Whether the copy engine can bring the tiles of k and v, and these are of a size for which that was compared."""
+    plain = call.mask is None and call.softcap is None and not call.dropout_p
+    operands = [call.k] if call.v is None else [call.k, call.v]
+    return (
+        plain
+        and tile.rows == 128
+        and tile.stages > 1
+        and _copy_engine(call.q.device)
+        and all(x.shape[3] in (64, 128) and x.dtype != torch.float32 and copyable(x) for x in operands)
+    )
+
+
+@cache
+def _copy_engine(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _described(x: Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(x, list(x.shape), strides_of(x), [1, 1, rows, x.shape[3]])
 
 
 class Plan(NamedTuple):

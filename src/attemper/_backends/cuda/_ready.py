@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST = 1024
 """Forms of launches to remember."""
@@ -48,7 +49,24 @@ def form_of_all(arguments: Iterable[Any]) -> Hashable:
             form += (x.dtype, x.device, x.data_ptr() % 16 == 0)
         elif isinstance(x, tuple):
             form.append(form_of_all(x))
+        elif isinstance(x, TensorDescriptor):
+            form += (TensorDescriptor, x.base.dtype, x.base.device, *x.block_shape)
         else:
             # A compiled kernel takes any number that has a fraction.
             form.append(float if isinstance(x, float) else x)
     return tuple(form)
+
+
+def copyable(x: Tensor) -> bool:
+    """Whether the copy engine takes a tensor of four axes as it is."""
+    *outer, inner = zip(x.shape, x.stride(), strict=True)
+    return (
+        inner[1] == 1
+        and x.data_ptr() % 16 == 0
+        and all(size == 1 or (0 < step < 2**38 and step % 8 == 0) for size, step in outer)
+    )
+
+
+def strides_of(x: Tensor) -> list[int]:
+    """Of a tensor for the copy engine: an axis of one entry may have any, also one that the engine refuses."""
+    return [*(step if size > 1 else 64 for size, step in zip(x.shape[:-1], x.stride(), strict=False)), 1]

@@ -46,6 +46,12 @@ class Kind(NamedTuple):
     extra: bool = False
     """Of a backward pass: whether gradients arrive for fields of the Reading, and go to the mask."""
     to_mask: bool = False
+    peak: bool = True
+    """Whether somebody wants the largest score; else a sum that overflows says that it was needed."""
+    summed: bool = False
+    """Whether the moments of scores come from sums over keys, as far as these go."""
+    copied: bool = False
+    """Whether the copy engine of Hopper and later GPUs brings whole tiles of k and v."""
 
 
 class Sizes(NamedTuple):
@@ -93,6 +99,15 @@ class Matrix(NamedTuple):
     batch: Any
     head: Any
     row: Any
+
+
+class Summed(NamedTuple):
+    """Sums over keys (see `_gram`), with as many granules."""
+
+    parts: Any
+    sums: Any
+    granule: Any
+    granules: Any
 
 
 class Masked(NamedTuple):
