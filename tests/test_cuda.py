@@ -188,6 +188,31 @@ class TestReady:
             assert (x.shape, x.stride(), x.dtype) == (expected.shape, expected.stride(), expected.dtype)
 
 
+class TestOrdinaryNumbers:
+    """Nothing is computed twice for them: what is marked comes out right too, and slow."""
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("queries", [300, 3])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"is_causal": True, "query_offset": "bottom-right"}, {"window": (100, 20)}, {"key_lengths": [256]}],
+        ids=["full", "causal", "window", "key lengths"],
+    )
+    def test_no_block_is_marked(self, options, queries, dtype, monkeypatch):
+        marked = []
+
+        def launch(kernel, programs, arguments, **rest):
+            if kernel is _launch.careful_kernel:
+                marks = next(x for x in arguments if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
+                marked.append(int(marks.sum()))
+            _ready.launch(kernel, programs, arguments, **rest)
+
+        monkeypatch.setattr(_launch, "launch", launch)
+        options = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in options.items()}
+        triton_attend(*three(queries, 512, 64, dtype=dtype), **options)
+        assert marked == [0]
+
+
 class TestLongCalls:
     """Moments from sums over keys, and tiles by the copy engine, as calls with many keys have them."""
 
@@ -203,7 +228,7 @@ class TestLongCalls:
         monkeypatch.setattr(_launch, "_gluon", lambda name: None)
         return asked
 
-    @pytest.mark.parametrize("shift", [0.2, 30.0])
+    @pytest.mark.parametrize("shift", [0.2, 100.0])
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize(
         "options",
@@ -220,7 +245,7 @@ class TestLongCalls:
         for name in ("score_mean", "score_std", "first_key_weight", "entropy", "max_logit", "logsumexp", "collision"):
             value, truth = getattr(found.reading, name).double(), getattr(right.reading, name)
             torch.testing.assert_close(
-                value, truth, rtol=2e-4, atol=2e-5 * (1 + shift), msg=lambda text, name=name: f"{name}: {text}"
+                value, truth, rtol=2e-4, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}"
             )
         torch.testing.assert_close(found.output.double(), right.output, rtol=3e-2, atol=3e-2)
         assert long == [512]

@@ -284,10 +284,10 @@ def opening_of(own, k, k_head, rows, sizes, D: tl.constexpr):
 
 
 @triton.jit
-def opened(state, least, most, own, k, k_head, rows, factor, sizes):
-    """The State with the first key that a row sees, if that is one of these."""
+def opened(state, own, k, k_head, rows, factor, sizes):
+    """The State with the first key that a row sees, in whichever split that is."""
     score = opening_of(own, k, k_head, rows, sizes, own.shape[1]) * factor
-    here = (rows.low < rows.high) & (rows.low >= least) & (rows.low < most)
+    here = rows.low < rows.high
     return State(
         state.maximum, state.total, state.tilt, state.squares, state.count, state.mean, state.spread, state.highest,
         tl.where(here, rows.low, NO_KEY), tl.where(here, score, float("-inf")), state.weighted, state.awry, state.moved,
@@ -491,7 +491,7 @@ def forward_kernel(
             )  # fmt: skip
         state = close(state, clear_keys, kind)
         if kind.measure >= MOMENTS:
-            state = opened(state, least, most, own, k, k_head, rows, known.factor, sizes)
+            state = opened(state, own, k, k_head, rows, known.factor, sizes)
         if kind.summed:
             # Sums about 0 keep too few digits of a spread that is small beside the mean.
             far_mean = moved / tl.maximum(count, 1.0)
