@@ -1523,8 +1523,8 @@ _OURS = (
     "constexpr", "add", "sub", "mul", "load", "store", "atomic_add", "atomic_max", "atomic_min", "atomic_and",
     "atomic_or", "atomic_xor", "atomic_xchg", "exp", "exp2", "log", "log2", "sqrt", "sqrt_rn", "rsqrt", "sin", "cos",
     "erf", "floor", "ceil", "abs", "fdiv", "div_rn", "fma", "cast", "maximum", "minimum", "clamp", "where",
-    "inline_asm_elementwise", "full", "zeros", "full_like", "zeros_like", "arange", "reshape", "permute", "expand_dims", "convert_layout",
-    "set_auto_layout", "broadcast", "join", "split", "sum", "max", "min", "cdiv", "to_tensor", "static_range",
+    "inline_asm_elementwise", "full", "zeros", "full_like", "zeros_like", "arange", "reshape", "permute", "expand_dims",
+    "convert_layout", "set_auto_layout", "broadcast", "join", "split", "sum", "max", "min", "cdiv", "to_tensor", "static_range",
     "static_assert", "device_assert", "assume", "multiple_of", "max_contiguous", "max_constancy", "program_id",
     "num_programs", "warp_specialize", "barrier", "allocate_shared_memory",
 )  # fmt: skip
@@ -1737,7 +1737,7 @@ class Emulator:
 
     def launch(self, kernel, grid, arguments, options):
         """What kernel[grid](*arguments, **options) does."""
-        unknown = set(options) - {"num_warps", "num_stages", "maxnreg", "num_ctas"}
+        unknown = set(options) - {"num_warps", "num_stages", "maxnreg", "num_ctas", "enable_fp_fusion"}
         if unknown:
             raise GluonError(f"options {unknown} of a launch are not emulated")
         if len(grid) != 1 or grid[0] < 1:

@@ -1,5 +1,6 @@
 """The Triton kernels: on a GPU where there is one, else in Triton's interpreter."""
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -764,3 +765,110 @@ def test_auto_takes_these_kernels_for_what_they_compute_on_a_gpu(dtype, head_dim
     assert result.reading.backend == expected
     assert result.output.shape == x.shape
     assert result.reading.entropy.device.type == "cuda"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+COMPILE = """
+import torch
+import triton
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.driver import driver
+
+target = GPUTarget("cuda", 90, 32)
+backend = make_backend(target)
+
+class Done(Exception):
+    pass
+
+class Driver:
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return target
+
+def compile(src, target=None, options=None, **rest):
+    options = backend.parse_options(options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    given = [options, backend.get_codegen_implementation(options), backend.get_module_map(), context]
+    made = src.make_ir(target, *given)
+    assert made.verify()
+    raise Done
+
+driver.set_active(Driver())
+triton.compiler.compile = compile
+
+from attemper import attend
+from attemper._backends import cuda
+from attemper._backends._operator import call_of, empty_output
+from attemper._backends.cuda import _gram, _launch
+from attemper._problem import pose
+
+cuda.unsupported = lambda problem: None
+seen = set()
+
+def launch(kernel, programs, arguments, *, form=None, **options):
+    try:
+        kernel.warmup(*arguments, grid=(programs,), enable_fp_fusion=True, **options)
+    except Done:
+        seen.add(kernel.__name__)
+    else:
+        raise AssertionError(kernel)
+
+kind = _launch._kind
+_launch._kind = lambda *given, **named: kind(*given, **named)._replace(widen=False)
+_launch.launch = _gram.launch = launch
+_launch._copy_engine = lambda device: COPIED
+_launch._shared_memory = lambda device: 227 * 1024
+_launch._gluon = lambda name: None
+for COPIED, _gram.SUMMED_KEYS, dtype in ((False, 4096, "float32"), (False, 128, "bfloat16"), (True, 128, "bfloat16")):
+    q = torch.zeros(1, 2, 300, 64, dtype=getattr(torch, dtype), requires_grad=True)
+    few = torch.zeros(1, 2, 2, 64, dtype=q.dtype)
+    many = torch.zeros(1, 2, 4096, 64, dtype=q.dtype)
+    attend(few, many, many, backend="cuda")
+    for options in (
+        {},
+        {"is_causal": True, "sinks": torch.zeros(2)},
+        {"window": (7, 3), "stats": ("logsumexp",)},
+        {"attn_mask": torch.ones(300, 300, dtype=torch.bool)},
+        {"attn_mask": torch.zeros(300, 300), "softcap": 2.0, "dropout_p": 0.1},
+    ):
+        attend(q, q, q, backend="cuda", **options)[0].sum().backward()
+        assert q.grad is not None
+    problem = pose(q.detach(), q.detach(), q.detach())
+    call = call_of(problem, problem.batch, banded=True)
+    rows = torch.zeros(q.shape[:-1])
+    fields = _launch._fields(call, {})
+    _launch._after_hopper(call, 2, empty_output(call, q.dtype), None, fields, torch.zeros(20).int(), opening=True)
+    _launch._dots(call, q.detach(), q.detach(), rows)
+    _launch._flow(call, _launch.Saved(rows, rows, rows, rows, rows, rows, rows), q.detach(), rows, rows)
+print(*sorted(seen))
+"""
+
+
+def test_the_compiler_takes_them():
+    """As far as types go, in all branches: it needs no GPU for that, and minds much that the interpreter does not."""
+    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split() == [
+        "careful_kernel",
+        "dots_kernel",
+        "flow_kernel",
+        "forward_kernel",
+        "granule_kernel",
+        "merge_kernel",
+        "opening_kernel",
+        "pull_kernel",
+        "running_kernel",
+        "to_keys_kernel",
+        "to_queries_kernel",
+    ]

@@ -93,7 +93,7 @@ def pull_kernel(grad, out, pull, ranges, first, stop, sizes, kind: tl.constexpr)
         tl.store(place + 1, most)
         tl.store(place + 2, clear)
         tl.store(place + 3, clear_stop)
-    if kind.values:
+    if kind.valued:
         left, right = load_rows(grad, rows, sizes.value_depth, DV), load_rows(out, rows, sizes.value_depth, DV)
         found = tl.sum(left.to(tl.float32) * right.to(tl.float32), 1)
         tl.store(pull + place_of_rows(rows, sizes), found, mask=rows.there)
@@ -172,7 +172,7 @@ def to_scores(
 ):  # fmt: skip
     """DS of a tile, times a number."""
     found = tl.zeros(power.shape, tl.float32)
-    if kind.values:
+    if kind.valued:
         found = power * across(line.share, TURNED) * (to_weights * times - across(line.pull * times, TURNED))
     if kind.extra:
         own = power * across(line.peak, TURNED)
@@ -210,7 +210,7 @@ def visit_keys(
     qk = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
     power, scores, steep, seen = weights_of_tile(qk, key, line, masked, softcap, kind, HIDDEN, False)
     to_weights = qk
-    if kind.values:
+    if kind.valued:
         if HIDDEN:
             values = load_keys(v, rows.batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
         else:
@@ -263,7 +263,7 @@ def to_queries_kernel(
     line = open_line(rows, scale, constants, sizes, masked, dropped, kind)
     own = load_rows(q, rows, sizes.depth, D)
     arriving = own
-    if kind.values:
+    if kind.valued:
         arriving = load_rows(grad, rows, sizes.value_depth, DV)
     least, most, clear, clear_stop = range_of_block(rows, sizes.keys)
     least = least // BN * BN
@@ -331,7 +331,7 @@ def visit_rows(
     qk = product(k, own.T, tl.zeros([BN, BM], tl.float32), kind)
     power, scores, steep, seen = weights_of_tile(qk, key, line, masked, softcap, kind, HIDDEN, True)
     to_weights = qk
-    if kind.values:
+    if kind.valued:
         if HIDDEN:
             arriving = load_keys(grad, batch, head, begin, sizes.queries, sizes.value_depth, BM, DV)
         else:
@@ -378,7 +378,7 @@ def to_keys_kernel(
     key = start + tl.arange(0, BN)
     own = load_keys(k, batch, k_head, start, sizes.keys, sizes.depth, BN, D)
     values = own
-    if kind.values:
+    if kind.valued:
         values = load_keys(v, batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
     # From the first block of rows that sees one of these keys to the last, and of those that see all of them.
     begin, end, inner, outer, clear = sizes.blocks, 0, sizes.blocks, 0, 0
@@ -419,5 +419,5 @@ def to_keys_kernel(
                 dropped, softcap, sizes, kind, True,
             )  # fmt: skip
     write_keys(to_k, for_k, batch, k_head, start, sizes.keys, sizes.depth, BN, D)
-    if kind.values:
+    if kind.valued:
         write_keys(to_v, for_v, batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)

@@ -56,7 +56,7 @@ class State(NamedTuple):
     mean: Any
     spread: Any
     highest: Any
-    """The largest scaled q·k; kept apart from the maximum under a bias or a softcap, and in clear tiles."""
+    """The largest scaled q·k; kept apart from the maximum under a bias or a softcap, and where that stays."""
     opening: Any
     """The first visible key, and its score."""
     opening_score: Any
@@ -64,7 +64,7 @@ class State(NamedTuple):
     awry: Any
     """Of each output, with care: 1 if ∞ reached it, 2 if −∞ did, 4 if NaN did."""
     moved: Any
-    """What the scores of clear tiles add up to, less the mean; the mean and the count are those of other tiles yet."""
+    """What scores add up to about a mean that stays."""
 
 
 class Fields(NamedTuple):
@@ -188,7 +188,7 @@ def visit(
             opening_score = tl.where(where < opening, score, opening_score)
             opening = tl.minimum(opening, where)
     weighted, awry = state.weighted, state.awry
-    if kind.values:
+    if kind.valued:
         values = load_keys(v, rows.batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
         if kind.dropout:
             power = tl.where(survivors(known.draw_low, known.draw_high, key, dropped.threshold), power, 0.0)
@@ -211,30 +211,38 @@ def visit(
 
 
 @triton.jit
-def about(state, reference, kind: tl.constexpr):
-    """The State with sums about another reference than its maximum."""
-    shift = tl.where(state.total > 0, state.maximum - reference, 0.0)
-    keep = tl.exp2(shift)
-    tilt, squares, weighted = state.tilt, state.squares, state.weighted
-    if kind.measure >= SUMS:
-        tilt = (tilt + shift * state.total) * keep
-        squares = squares * keep * keep
-    if kind.values:
-        weighted = weighted * keep[:, None]
-    return State(
-        reference, state.total * keep, tilt, squares, state.count, state.mean, state.spread, state.highest,
-        state.opening, state.opening_score, weighted, state.awry, state.moved,
-    )  # fmt: skip
+def seen_of_tile(start, rows, BN: tl.constexpr):
+    key = start + tl.arange(0, BN)
+    return (rows.low[:, None] <= key[None, :]) & (key[None, :] < rows.high[:, None])
 
 
 @triton.jit
-def visit_clear(
-    state, start, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes, kind: tl.constexpr, MEASURE: tl.constexpr
-):  # fmt: skip
-    """Likewise where all rows see the whole tile, and scores are products times a scale that is not below 0.
+def look(start, top, total, q, k, k_copy, k_head, rows, factor, sizes, kind: tl.constexpr):
+    """The largest score and the sum of scores of each row, with those of one tile more."""
+    BM: tl.constexpr = kind.rows
+    BN: tl.constexpr = kind.keys
+    D: tl.constexpr = kind.depth
+    if kind.copied:
+        own = k_copy.load([rows.batch, k_head, start, 0]).reshape([BN, D])
+    else:
+        own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
+    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind) * factor[:, None]
+    seen = seen_of_tile(start, rows, BN)
+    top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), 1))
+    if kind.measure >= MOMENTS:
+        total += tl.sum(tl.where(seen, scores, 0.0), 1)
+    return top, total
 
-    The maximum is that of the tiles before, and stays: a sum that overflows for it marks the block. But float16, which
-    the weights are rounded to, would overflow too soon.
+
+@triton.jit
+def add_tile(
+    state, start, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes, kind: tl.constexpr, MEASURE: tl.constexpr,
+    END: tl.constexpr,
+):  # fmt: skip
+    """Add the keys of one tile to sums about a maximum and a mean that stay: rows see all of it, or it is an END.
+
+    A sum that overflows marks the block. Nothing is ever rescaled, also because accumulators that are touched between
+    products make the compiler wait for each product.
     """
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
@@ -242,28 +250,36 @@ def visit_clear(
     DV: tl.constexpr = kind.value_depth
     if kind.copied:
         own = k_copy.load([rows.batch, k_head, start, 0]).reshape([BN, D])
+    elif END:
+        own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
     else:
         own = load_tile(k, rows.batch, k_head, start, sizes.depth, BN, D)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
-    highest = state.highest
-    if kind.peak or v.data.dtype.element_ty == tl.float16:
-        highest = tl.maximum(highest, tl.max(scores, 1) * factor)
-    if v.data.dtype.element_ty == tl.float16:
-        state = about(state, tl.maximum(state.maximum, highest), kind)
+    seen = seen_of_tile(start, rows, BN)
     apart = scores * factor[:, None] - state.maximum[:, None]
+    if END:
+        apart = tl.where(seen, apart, float("-inf"))
     power = tl.exp2(apart)
-    tilt, squares, spread, moved, weighted = state.tilt, state.squares, state.spread, state.moved, state.weighted
+    highest, tilt, squares, spread, moved = state.highest, state.tilt, state.squares, state.spread, state.moved
+    if kind.peak and not END:
+        # All ends were looked at before.
+        highest = tl.maximum(highest, tl.max(scores, 1) * factor)
     if MEASURE >= SUMS:
-        tilt += tl.sum(power * apart, 1)
+        tilt += tl.sum(tl.where(power == 0, 0.0, power * apart) if END else power * apart, 1)
         squares += tl.sum(power * power, 1)
     if MEASURE >= MOMENTS:
-        # About the mean of the tiles before: about 0 the sum of squares would cancel when the mean is large.
+        # About the mean of the ends: about 0 the sum of squares would cancel when the mean is large.
         off = scores * factor[:, None] - state.mean[:, None]
+        if END:
+            off = tl.where(seen, off, 0.0)
         moved += tl.sum(off, 1)
         spread += tl.sum(off * off, 1)
-    if kind.values:
+    weighted = state.weighted
+    if kind.valued:
         if kind.copied:
             values = v_copy.load([rows.batch, k_head, start, 0]).reshape([BN, DV])
+        elif END:
+            values = load_keys(v, rows.batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
         else:
             values = load_tile(v, rows.batch, k_head, start, sizes.value_depth, BN, DV)
         weighted = product(power.to(values.dtype), values, weighted, kind)
@@ -297,10 +313,11 @@ def opened(state, own, k, k_head, rows, factor, sizes):
 @triton.jit
 def moments(q, summed, which, factor, kind: tl.constexpr):
     """Σs and Σs² over the keys of some granules, from sums over these keys."""
+    BM: tl.constexpr = kind.rows
     D: tl.constexpr = kind.depth
     component = tl.arange(0, D)
     place = component[:, None] * D + component[None, :]
-    turned = tl.zeros([kind.rows, D], tl.float32)
+    turned = tl.zeros([BM, D], tl.float32)
     for part in tl.static_range(GRAM_PARTS):
         gram = tl.load(summed.parts + (which.to(tl.int64) * GRAM_PARTS + part) * (D * D) + place)
         turned = product(q, gram, turned, kind)
@@ -310,13 +327,24 @@ def moments(q, summed, which, factor, kind: tl.constexpr):
 
 
 @triton.jit
-def shifted(state, count, moved, spread):
-    """The State with clear keys of which sums about 0 are known, as sums about its mean."""
-    away = moved - count * state.mean
-    around = spread - state.mean * (moved + away)
+def close(state, count, kind: tl.constexpr):
+    """The State of so many keys, of which there were sums about another maximum and another mean."""
+    seen = count > 0
+    maximum = tl.where(seen, tl.maximum(state.maximum, state.highest), float("-inf"))
+    shift = tl.where(seen, state.maximum - maximum, 0.0)
+    keep = tl.exp2(shift)
+    tilt, squares, weighted = state.tilt, state.squares, state.weighted
+    if kind.measure >= SUMS:
+        tilt = (tilt + shift * state.total) * keep
+        squares = squares * keep * keep
+    if kind.valued:
+        weighted = weighted * keep[:, None]
+    move = state.moved / tl.maximum(count, 1.0)
+    spread = state.spread - state.moved * move
+    spread = tl.where(spread < 0, 0.0, spread)
     return State(
-        state.maximum, state.total, state.tilt, state.squares, state.count, state.mean, state.spread + around,
-        state.highest, state.opening, state.opening_score, state.weighted, state.awry, state.moved + away,
+        maximum, state.total * keep, tilt, squares, count, state.mean + move, spread, maximum, state.opening,
+        state.opening_score, weighted, state.awry, state.moved,
     )  # fmt: skip
 
 
@@ -361,7 +389,7 @@ def finish(
         tl.store(fields.entropy + row, tl.where(seen, (log_total - lean) * LN2, 0.0), mask=there)
         tl.store(fields.collision + row, tl.where(seen, collision, 0.0), mask=there)
         sound = sound & (tl.abs(lean) < float("inf"))
-    if kind.values:
+    if kind.valued:
         result = state.weighted * (passing / (total * sizes.kept))[:, None]
         if CAREFUL:
             result = tl.where((state.awry & 1) != 0, result + float("inf"), result)
@@ -405,17 +433,9 @@ def open_block(begin, batch, head, first, stop, scale, sizes, masked, dropped, k
 
 
 @triton.jit
-def close(state, clear, kind: tl.constexpr):
-    """The State once keys were visited that were clear to all rows: in its count, its mean and its maximum too."""
-    state = about(state, tl.maximum(state.maximum, state.highest), kind)
-    count = state.count + clear
-    move = state.moved / tl.maximum(count, 1.0)
-    spread = state.spread - state.moved * move
-    spread = tl.where(spread < 0, 0.0, spread)
-    return State(
-        state.maximum, state.total, state.tilt, state.squares, count, state.mean + move, spread, state.maximum,
-        state.opening, state.opening_score, state.weighted, state.awry, state.moved,
-    )  # fmt: skip
+def visible(rows, start, stop):
+    """How many of some keys a row sees."""
+    return tl.maximum(tl.minimum(rows.high, stop) - tl.maximum(rows.low, start), 0).to(tl.float32)
 
 
 @triton.jit
@@ -452,50 +472,68 @@ def forward_kernel(
         least, most = tl.maximum(least, split * share), tl.minimum(most, (split + 1) * share)
     least = least // BN * BN
     state = fresh(kind.rows, kind.value_depth)
-    doubtful = tl.zeros([kind.rows], tl.int1)
+    doubtful = rows.there & (sizes.keys < 0)
     if kind.softcap or kind.mask != NO_MASK or kind.dropout:
         for start in tl.range(least, most, BN):
             state = visit(
                 state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, False
             )  # fmt: skip
     else:
-        # Whole tiles that all rows see go without a mask; but first the ends, before and behind them. Of those behind
-        # every row sees a key: what it scores most there is its reference.
+        # Whole tiles that all rows see go without a mask. The ends, before and behind them, are looked at first: if
+        # there are whole tiles, every row sees a key behind them.
         inner = tl.minimum(tl.maximum(tl.cdiv(clear, BN) * BN, least), most)
         end = tl.maximum((tl.minimum(clear_stop, most) - 1) // BN * BN, inner)
         # Below 0 the largest product is the smallest score.
         if (tl.min(known.factor, 0) < 0) | far_apart(k, v, BN):
             end = inner
         before = tl.cdiv(inner - least, BN)
-        behind = tl.cdiv(tl.maximum(most - end, 0), BN)
-        for i in tl.range(0, before + behind):
+        ends = before + tl.cdiv(tl.maximum(most - end, 0), BN)
+        top, total = state.maximum, state.total
+        for i in tl.range(0, ends):
             start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
-            state = visit(
-                state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, False
+            top, total = look(start, top, total, own, k, k_copy, k_head, rows, known.factor, sizes, kind)
+        count = visible(rows, least, most)
+        at_ends = count - visible(rows, inner, end)
+        mean = total / tl.maximum(at_ends, 1.0)
+        reference = tl.where(top == float("-inf"), 0.0, top)
+        state = State(
+            reference, state.total, state.tilt, state.squares, state.count, mean, state.spread, top, state.opening,
+            state.opening_score, state.weighted, state.awry, state.moved,
+        )  # fmt: skip
+        for i in tl.range(0, ends):
+            start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
+            state = add_tile(
+                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, kind.measure, True
             )  # fmt: skip
-        clear_keys = end - inner
+        summed_keys = inner
         if kind.summed:
             granules = tl.minimum(end // summed.granule, summed.granules)
-            count = (granules * summed.granule).to(tl.float32)
-            head_sums = (batch * (sizes.heads // sizes.group) + k_head) * (summed.granules + 1) + granules
-            moved, spread = moments(own, summed, head_sums, known.factor, kind)
-            state = shifted(state, count, moved, spread)
-            for start in tl.range(0, granules * summed.granule, BN):
-                state = visit_clear(
-                    state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, SUMS
+            summed_keys = granules * summed.granule
+            for start in tl.range(0, summed_keys, BN):
+                state = add_tile(
+                    state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, SUMS, False
                 )  # fmt: skip
-            inner = granules * summed.granule
-        for start in tl.range(inner, end, BN):
-            state = visit_clear(
-                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, kind.measure
+        for start in tl.range(summed_keys, end, BN):
+            state = add_tile(
+                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, kind.measure, False
             )  # fmt: skip
-        state = close(state, clear_keys, kind)
+        if kind.summed:
+            head_sums = (batch * (sizes.heads // sizes.group) + k_head) * (summed.granules + 1) + granules
+            sum_of_scores, sum_of_squares = moments(own, summed, head_sums, known.factor, kind)
+            many = summed_keys.to(tl.float32)
+            away = sum_of_scores - many * mean
+            state = State(
+                state.maximum, state.total, state.tilt, state.squares, state.count, mean,
+                state.spread + sum_of_squares - mean * (sum_of_scores + away), state.highest, state.opening,
+                state.opening_score, state.weighted, state.awry, state.moved + away,
+            )  # fmt: skip
+        state = close(state, count, kind)
         if kind.measure >= MOMENTS:
             state = opened(state, own, k, k_head, rows, known.factor, sizes)
         if kind.summed:
             # Sums about 0 keep too few digits of a spread that is small beside the mean.
-            far_mean = moved / tl.maximum(count, 1.0)
-            doubtful = far_mean * far_mean * count > FAR_MEAN * state.spread + TINY * count
+            far_mean = sum_of_scores / tl.maximum(many, 1.0)
+            doubtful = far_mean * far_mean * many > FAR_MEAN * state.spread + TINY * many
     if kind.split:
         leave(state, partial, block, split, sizes, kind)
     else:
@@ -524,7 +562,8 @@ def careful_kernel(
                     state, start, own, k, v, head // sizes.group, rows, known, masked, dropped, softcap, sizes, kind,
                     True,
                 )  # fmt: skip
-            finish(state, False, rows, sizes, sinks, out, wide, fields, mark, block, kind, True)
+            nothing = rows.there & (sizes.keys < 0)
+            finish(state, nothing, rows, sizes, sinks, out, wide, fields, mark, block, kind, True)
 
 
 PARTS: tl.constexpr = tl.constexpr(10)
@@ -542,7 +581,7 @@ def leave(state, partial, block, split, sizes, kind: tl.constexpr):
         if i == 8:
             part = part.to(tl.float32, bitcast=True)
         tl.store(base + i * BM + row, part)
-    if kind.values:
+    if kind.valued:
         component = tl.arange(0, DV)
         place = PARTS * BM + row[:, None] * DV + component[None, :]
         tl.store(base + place, state.weighted)
@@ -583,14 +622,15 @@ def merge_kernel(
         score = tl.load(base + 9 * BM + row)
         opening_score = tl.where(where < state.opening, score, state.opening_score)
         weighted = state.weighted
-        if kind.values:
+        if kind.valued:
             place = PARTS * BM + row[:, None] * DV + component[None, :]
             weighted = weighted * keep[:, None] + tl.load(base + place) * take[:, None]
         state = State(
             best, state.total * keep + total * take, tilt, squares, state.count + here, mean, spread, highest,
             tl.minimum(state.opening, where), opening_score, weighted, state.awry, state.moved,
         )  # fmt: skip
-    finish(state, False, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
+    nothing = rows.there & (sizes.keys < 0)
+    finish(state, nothing, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
 
 
 @triton.jit

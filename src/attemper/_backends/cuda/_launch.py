@@ -64,8 +64,9 @@ def tiling(call: Call, depth: int, rows: int, measure: int) -> Tiling:
         return tile._replace(registers=128) if 2 * size <= room else tile
     if depth <= 64:
         return Tiling(128, 64, 4, 3)
-    # Of 225 KiB, or of 97.
-    return Tiling(128, 128, 8, 3) if room >= 227 * 1024 else Tiling(128, 64, 8, 2)
+    # Of 193, 225 or 97 KiB.
+    stages = 2 if worthwhile(call) else 3
+    return Tiling(128, 128, 8, stages) if room >= 227 * 1024 else Tiling(128, 64, 8, 2)
 
 
 @cache
@@ -225,7 +226,8 @@ def _copies(call: Call, tile: Tiling) -> bool:
 
 @cache
 def _copy_engine(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Later GPUs have one too, on which nobody has tried this."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _described(x: Tensor, rows: int) -> TensorDescriptor:
@@ -439,7 +441,7 @@ def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:
         keys=tile.keys,
         depth=_power(call.q.shape[3]),
         value_depth=_power(0 if call.v is None else call.v.shape[3]),
-        values=values,
+        valued=values,
         bounded=BAND.value if call.band is not None else int(call.first is not None),
         # Numbers, not Triton's constants: a kind is compared at every launch.
         mask=(NO_MASK if call.mask is None else BOOL_MASK if call.mask.dtype == torch.bool else BIAS).value,

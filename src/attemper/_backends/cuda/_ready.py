@@ -29,7 +29,8 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], *, form: Hash
     if compiled is not None and not kernel.pre_run_hooks:
         compiled[(programs, 1, 1)](*arguments)
         return
-    compiled = kernel[(programs,)](*arguments, **options)
+    # Until Triton 3.9 products and sums were fused unless somebody said no, and the kernels were measured so.
+    compiled = kernel[(programs,)](*arguments, enable_fp_fusion=True, **options)
     if isinstance(compiled, CompiledKernel):  # not of the interpreter
         if len(_COMPILED) >= MOST:
             _COMPILED.clear()

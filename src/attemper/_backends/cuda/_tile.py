@@ -29,7 +29,7 @@ class Kind(NamedTuple):
     depth: int
     """head_dim and that of v, as powers of 2."""
     value_depth: int
-    values: bool
+    valued: bool
     bounded: int
     """By nothing, by two numbers per row, or by a band."""
     mask: int
@@ -51,7 +51,7 @@ class Kind(NamedTuple):
     summed: bool = False
     """Whether the moments of scores come from sums over keys, as far as these go."""
     copied: bool = False
-    """Whether the copy engine of Hopper and later GPUs brings whole tiles of k and v."""
+    """Whether the copy engine of a Hopper GPU brings the tiles of k and v."""
 
 
 class Sizes(NamedTuple):
