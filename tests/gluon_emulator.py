@@ -1524,7 +1524,8 @@ _OURS = (
     "atomic_or", "atomic_xor", "atomic_xchg", "exp", "exp2", "log", "log2", "sqrt", "sqrt_rn", "rsqrt", "sin", "cos",
     "erf", "floor", "ceil", "abs", "fdiv", "div_rn", "fma", "cast", "maximum", "minimum", "clamp", "where",
     "inline_asm_elementwise", "full", "zeros", "full_like", "zeros_like", "arange", "reshape", "permute", "expand_dims",
-    "convert_layout", "set_auto_layout", "broadcast", "join", "split", "sum", "max", "min", "cdiv", "to_tensor", "static_range",
+    "convert_layout", "set_auto_layout", "broadcast", "join", "split", "sum", "max", "min", "cdiv", "to_tensor",
+    "static_range",
     "static_assert", "device_assert", "assume", "multiple_of", "max_contiguous", "max_constancy", "program_id",
     "num_programs", "warp_specialize", "barrier", "allocate_shared_memory",
 )  # fmt: skip

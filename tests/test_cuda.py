@@ -133,7 +133,7 @@ class TestReady:
         x = torch.zeros(4)
         for _ in range(3):
             _ready.launch(kernel, 5, (x, 7, True), num_warps=4)
-        assert kernel.asked == [((5,), (x, 7, True), {"num_warps": 4})]
+        assert kernel.asked == [((5,), (x, 7, True), {"enable_fp_fusion": True, "num_warps": 4})]
         assert kernel.compiled.launched == [((5, 1, 1), (x, 7, True))] * 2
 
     def test_hooks_are_heard(self, kernel):
