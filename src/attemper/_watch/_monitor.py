@@ -9,21 +9,25 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import OptimizedModule
 
 from .._diagnose import diagnose
 from .._errors import FrameworkError, OptionError, brief, explain, unknown
 from .._finding import Finding
-from .._vitals import Vitals
+from .._vitals import Site, Vitals
+from ._compiled import Fast, Pass, compiled_graphs, fast_road
 from ._declared import Declared, looks_trained, require_declared
 from ._override import override
 from ._session import Session
+from ._sites import Sites, look_at_inputs
 
 SCHEMA = "attemper.sample/1"
 
@@ -49,6 +53,8 @@ class Monitor:
     """The samples so far, the newest last; the oldest are dropped after `keep`."""
     unseen: dict[str, str]
     """Paths of what looks like attention and could not be read, and why not."""
+    uncompiled: str | None
+    """Why the newest sampled call of a compiled model ran uncompiled; None where it did not, or nothing is compiled."""
 
     def __init__(
         self,
@@ -82,12 +88,15 @@ class Monitor:
         self.micro_batches = micro_batches
         self.history = deque(maxlen=keep)
         self.unseen = {}
+        self.uncompiled = None
         self._inside = observe == "inside"
         self._log = log
         self._callbacks = tuple(callbacks)
         self._declared = declared_scale
         self._calls = 0
-        self._open: tuple[int, list[Session]] | None = None
+        self._open: tuple[int, list[Session | Pass]] | None = None
+        self._sites = Sites(model, declared_scale)
+        self._known_sites: dict[tuple[Any, ...], list[Site]] = {}
         self._warned = False
         self._lock = threading.RLock()
         self._undo: Callable[[], None] | None = _enter_model(model, self)
@@ -144,39 +153,62 @@ class Monitor:
         state = "watching" if self._undo is not None else "stopped"
         return f"Monitor({type(self.model).__name__}; {state}, steps {self.steps}, samples {len(self.history)})"
 
-    def _begin(self) -> tuple[int, Session | None]:
-        """The step that a call belongs to, and a session if that is to be sampled."""
+    def _begin(self) -> int | None:
+        """The step that a call belongs to if that is to be sampled."""
         with self._lock:
             step = self._calls // self.micro_batches
             self._calls += 1
             if self._open is not None and self._open[0] != step:
                 self._close()
-            if step % self.every:
-                return step, None
-            try:
-                return step, Session(
-                    self.model,
-                    failed=self._failed,
-                    arrived=_once_after_backward(self._backward_ended),
-                    inside=self._inside,
-                    declared=self._declared,
-                )
-            except Exception as error:
-                self._failed("", error)
-                return step, None
+            return None if step % self.every else step
 
-    def _sampled(self, step: int, session: Session, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        result = session.run(forward, args, kwargs)
+    def _sampled(
+        self, step: int, forward: Callable[..., Any], eager: Callable[..., Any], callback: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """What the model returns, looked at; `forward` may be compiled, `eager` is the same as it was written."""
+        arrived = _once_after_backward(self._backward_ended)
+        try:
+            fast = fast_road(forward, callback)
+            self.uncompiled, sequences = self._why_uncompiled(fast, args, kwargs)
+            compiled = fast is not None and self.uncompiled is None
+            watched: Session | Pass
+            if compiled:
+                watched = Pass(self._sites, self._known_sites, sequences, failed=self._failed, arrived=arrived)
+            else:
+                watched = Session(
+                    self.model, failed=self._failed, arrived=arrived, inside=self._inside, declared=self._declared
+                )
+        except Exception as error:
+            self._failed("", error)
+            return forward(*args, **kwargs)
+        if isinstance(watched, Pass) and fast is not None:
+            graphs = compiled_graphs(self.model)
+            result = graphs.run(fast, watched, args, kwargs)
+            self.uncompiled = graphs.uncompiled
+        else:
+            result = watched.run(eager, args, kwargs)
         with self._lock:
             if self._open is None or self._open[0] != step:
                 self._open = (step, [])
-            self._open[1].append(session)
-            for record in session.records:
-                self.unseen.pop(record.site.path, None)
-            for path, reason in session.unseen.items():
+            self._open[1].append(watched)
+            for path in watched.paths:
+                self.unseen.pop(path, None)
+            for path, reason in watched.unseen.items():
                 # Why reading it failed says more than that nothing was seen.
                 self.unseen.setdefault(path, reason)
         return result
+
+    def _why_uncompiled(self, fast: Fast | None, args: Any, kwargs: Any) -> tuple[str | None, int]:
+        """Why a sampled call cannot run compiled, or None; and how many sequences the model is called with."""
+        if fast is None:
+            return ("only parts of the model are compiled" if _has_compiled_parts(self.model) else None), 1
+        if self._inside:
+            return "observe is 'inside'", 1
+        reason = compiled_graphs(self.model).uncompiled
+        if reason is not None:
+            return reason, 1
+        sequences, padding = look_at_inputs(self.model, args, kwargs)
+        return (None if padding is None else "there is padding in the batch"), sequences
 
     def _backward_ended(self) -> None:
         with self._lock:
@@ -191,7 +223,7 @@ class Monitor:
         self._open = None
         for session in sessions:
             session.release()
-        tasks: list[Callable[[], object]] = [lambda: self.history.append(Sample(step, _merged(sessions)))]
+        tasks: list[Callable[[], object]] = [lambda: self.history.append(Sample(step, _summed_up(sessions)))]
         if callable(self._log):
             log = self._log
             tasks.append(lambda: log(self.to_scalars(), step))
@@ -280,8 +312,10 @@ def _enter_model(model: nn.Module, monitor: Monitor) -> Callable[[], None]:
     sampled: Any = torch.compiler.disable(monitor._sampled)  # noqa: SLF001
 
     def entry(forward: Callable[..., Any], eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        step, session = begin()
-        return forward(*args, **kwargs) if session is None else sampled(step, session, eager, args, kwargs)
+        step = begin()
+        if step is None:
+            return forward(*args, **kwargs)
+        return sampled(step, forward, eager, get_eval_frame_callback(), args, kwargs)
 
     # Its own frame is never compiled, but what it calls may be.
     entry = torch.compiler.disable(entry, recursive=False)
@@ -317,14 +351,51 @@ def _once_after_backward(ended: Callable[[], None]) -> Callable[[], None]:
     return arrived
 
 
-def _merged(sessions: Sequence[Session]) -> dict[str, Vitals]:
+def _has_compiled_parts(model: nn.Module) -> bool:
+    return any(
+        module.__dict__.get("_compiled_call_impl") is not None or isinstance(module, OptimizedModule)
+        for module in model.modules()
+    )
+
+
+def _merged(sessions: Sequence[Session | Pass]) -> dict[str, Vitals]:
     found: dict[str, Vitals] = {}
     for session in sessions:
-        for record in session.records:
-            vitals = record.vitals()
+        for vitals in session.vitals():
             path = vitals.site.path
             found[path] = found[path].merge(vitals) if path in found else vitals
     return found
+
+
+def _summed_up(sessions: Sequence[Session | Pass]) -> Mapping[str, Vitals]:
+    """The Vitals of a step; those of compiled passes when they are asked for, since they are still on their way."""
+    later = all(isinstance(session, Pass) for session in sessions)
+    return _Later(sessions) if later else _merged(sessions)
+
+
+class _Later(Mapping[str, Vitals]):
+    """Vitals that are not made before somebody looks at them."""
+
+    def __init__(self, sessions: Sequence[Session | Pass]) -> None:
+        self._sessions: Sequence[Session | Pass] | None = sessions
+        self._found: dict[str, Vitals] = {}
+
+    def _vitals(self) -> dict[str, Vitals]:
+        if self._sessions is not None:
+            self._found, self._sessions = _merged(self._sessions), None
+        return self._found
+
+    def __getitem__(self, path: str) -> Vitals:
+        return self._vitals()[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._vitals())
+
+    def __len__(self) -> int:
+        return len(self._vitals())
+
+    def __repr__(self) -> str:
+        return repr(self._vitals())
 
 
 def _append(path: Path, sample: Sample) -> None:
