@@ -11,7 +11,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensor
 
 from .._vitals import Site, Vitals
-from ._graph import Look, Seen, Unreadable, Whereabouts, copied, install, place_of
+from ._graph import Look, Seen, UnreadableError, Whereabouts, copied, install, place_of
+from ._modules import is_opaque
 from ._session import Session
 from ._shapes import head_count
 from ._sites import LOOKS_LIKE_ATTENTION, ROOT, Sites, list_unseen
@@ -40,7 +41,8 @@ def fast_road(forward: Callable[..., Any], callback: Any) -> Fast | None:
     """How `forward` runs compiled, or None; `callback` is what dynamo has in the thread it is called in."""
     names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
     if hasattr(forward, "get_compiler_config") and "callback" in names:
-        callback = forward.__closure__[names.index("callback")].cell_contents  # type: ignore[attr-defined]
+        cells: Any = forward.__closure__
+        callback = cells[names.index("callback")].cell_contents
         return Fast(forward, _innermost(callback), around=False)
     return Fast(forward, _innermost(callback), around=True) if callable(callback) else None
 
@@ -70,6 +72,8 @@ class Pass:
 
     def __init__(
         self,
+        graphs: Compiled,
+        fast: Fast | None,
         sites: Sites,
         known_sites: dict[tuple[Any, ...], list[Site]],
         sequences: int,
@@ -77,6 +81,9 @@ class Pass:
         failed: Callable[[str, Exception], None],
         arrived: Callable[[], None],
     ) -> None:
+        self.graphs = graphs
+        self.fast = fast
+        """How the model runs; None where only parts of it are compiled."""
         self.sites = sites
         self.known_sites = known_sites
         """Those that earlier passes have made out."""
@@ -106,11 +113,23 @@ class Pass:
         seen = (*self.summed, *(self._session.records if self._session is not None else ()))
         return [record.site.path for record in seen]
 
-    def end(self) -> None:
-        """The forward pass is over."""
-        self.unseen |= list_unseen(self.entered, self.paths, ())
-        if self._session is not None:
-            self._session.lineage.clear()
+    def run(self, eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What the model returns, read; `eager` is its forward as it was written."""
+        try:
+            if self.fast is not None:
+                return self.graphs.run(self.fast, self, args, kwargs)
+            return self.session.run(eager, args, kwargs, part=self._part)
+        finally:
+            entered = self.entered
+            if self._session is not None:
+                self._session.lineage.clear()
+                self.unseen = self._session.unseen
+                entered = entered | self._session.entered
+            self.unseen = self.unseen | list_unseen(entered, self.paths, self.unseen)
+
+    def _part(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        fast = fast_road(compiled, None)
+        return compiled(*args, **kwargs) if fast is None else self.graphs.run(fast, self, args, kwargs)
 
     def vitals(self) -> list[Vitals]:
         """Of each call, with as much as the backward pass has given so far."""
@@ -175,10 +194,16 @@ class Graph:
     """What is called attention in it, as dynamo names it."""
     where: Whereabouts
     run: Callable[..., Any]
-    outputs: int
+    plain: fx.GraphModule
+    """What it was before."""
     probes: list[tuple[str, Tensor]]
-    anchors: tuple[int, ...] = ()
+    anchors: tuple[int, ...]
     """The inputs that tell which modules it is computing."""
+
+    @functools.cached_property
+    def more(self) -> int:
+        """How many outputs are ours."""
+        return sum(1 + len(seen.samples) for seen in self.calls)
 
 
 class Compiled:
@@ -190,7 +215,9 @@ class Compiled:
         self._current: Pass | None = None
         self._known: dict[int, list[str]] = {}
         self._modules: dict[str, nn.Module] = weakref.WeakValueDictionary()  # type: ignore[assignment]
-        self.uncompiled: str | None = None
+        # Also where one of them is in the midst of a graph, the compiler does not look into it.
+        opaque = any(map(is_opaque, model.modules()))
+        self.uncompiled: str | None = "torch's own attention modules are in it" if opaque else None
         """Why its sampled calls cannot run compiled; None while they can."""
 
     def run(self, fast: Fast, watched: Pass, args: Any, kwargs: Any) -> Any:
@@ -204,8 +231,7 @@ class Compiled:
                 return fast.call(*args, **kwargs)
         finally:
             self._current = None
-            watched.end()
-            if not watched.paths and self.uncompiled is None:
+            if fast is watched.fast and not watched.paths and self.uncompiled is None:
                 self.uncompiled = "no attention was seen in its graphs"
 
     # -- compiling --------------------------------------------------------------------------------------------------
@@ -229,14 +255,13 @@ class Compiled:
             run = backend(changed, [*inputs, *(probe.detach().requires_grad_() for _, probe in probes)])
         except torch._dynamo.exc.RestartAnalysis:  # noqa: SLF001
             raise
-        except Unreadable as error:
+        except UnreadableError as error:
             self.uncompiled = str(error)
         except Exception as error:
-            self.uncompiled = f"{type(error).__name__}: {error}"
+            self.uncompiled = _in_a_line(error)
         else:
             entered = [name for name, kind in look.entered.items() if LOOKS_LIKE_ATTENTION.search(kind)]
-            outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
-            found = Graph(look.calls(), entered, where, run, outputs, probes, tuple(sorted({*anchors})))
+            found = Graph(look.calls(), entered, where, run, module, probes, tuple(sorted({*anchors})))
             return functools.partial(self._read, found)
         return functools.partial(self._as_it_runs, module, where)
 
@@ -244,7 +269,7 @@ class Compiled:
         """Fill in what only the module that makes a call knows; returns the input that tells which it is."""
         found = self._find(seen.module, where, inputs)
         if found is None:
-            raise Unreadable("which of its modules a graph computes could not be told")
+            raise UnreadableError("which of its modules a graph computes could not be told")
         anchor, _, module = found
         seen.settle(head_count(module), 1 if self._current is None else self._current.sequences)
         return anchor
@@ -253,14 +278,20 @@ class Compiled:
 
     def _read(self, graph: Graph, *inputs: Any) -> Any:
         probes = [(name, probe.detach().requires_grad_()) for name, probe in graph.probes]
-        found = graph.run(*inputs, *(probe for _, probe in probes))
         watched = self._current
+        try:
+            found = graph.run(*inputs, *(probe for _, probe in probes))
+        except Exception as error:
+            # Ours or the model's: if it is the model's it comes again, without us.
+            self.uncompiled = _in_a_line(error)
+            return graph.plain(*inputs)
+        outputs = len(found) - graph.more
         if watched is not None:
             try:
-                self._take(graph, watched, inputs, probes, found[graph.outputs :])
+                self._take(graph, watched, inputs, probes, found[outputs:])
             except Exception as error:
                 watched.note("", error)
-        return found[: graph.outputs]
+        return found[:outputs]
 
     def _take(self, graph: Graph, watched: Pass, inputs: Any, probes: list[tuple[str, Tensor]], more: Any) -> None:
         """Hand what a graph has measured to the pass."""
@@ -292,7 +323,7 @@ class Compiled:
             k,
             *seen.origins(samples),
             named=path,
-            kind="MultiheadAttention" if isinstance(module, nn.MultiheadAttention) else "sdpa",
+            kind="sdpa",
             scale=seen.shape[-1] ** -0.5 if seen.scale is None else seen.scale,
             scale_argument=seen.scale,
             product_scale=1.0,
@@ -352,6 +383,10 @@ class _Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         return self.compiled.compile(module, inputs, self.backend)
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _plain(path: str) -> str:

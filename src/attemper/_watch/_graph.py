@@ -1,8 +1,8 @@
 """Reading attention inside a compiled graph: what dynamo traced, with a thermometer at every fused call.
 
-A graph is looked at first, as `Mode` looks at a forward pass, but by the shapes of its nodes alone; then every fused call
-is replaced by a `ReadCall`. What that measures leaves the graph with its other outputs, and what the backward pass
-measures as the gradient of a *probe*: an input that nothing depends on.
+A graph is looked at first, as `Mode` looks at a forward pass, but by the shapes of its nodes alone; then a `ReadCall`
+takes the place of every fused call. What that measures leaves the graph with its other outputs, and what the backward
+pass measures as the gradient of a *probe*: an input that nothing depends on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ CHECKPOINT = "tag_activation_checkpoint"
 UNREADABLE = {
     **dict.fromkeys(("flex_attention", OWN, *FOREIGN), "a kernel that is not torch's fused attention"),
     **dict.fromkeys(
-        ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"), "the fast path of torch's own modules"
+        ("multi_head_attention_forward", "_transformer_encoder_layer_fwd", "_native_multi_head_attention"),
+        "torch's own multi-head attention, which is one function to the compiler",
     ),
 }
 PYTHONS_NAMES = {
@@ -47,7 +48,7 @@ SELF = "L['self']"
 """What dynamo calls the module whose forward it compiles."""
 
 
-class Unreadable(Exception):
+class UnreadableError(Exception):
     """The graph has attention in it that can only be read as it runs."""
 
 
@@ -120,11 +121,11 @@ def needs_data(tag: Any) -> bool:
     return isinstance(tag, Projected) and (tag.own is None or tag.normalised)
 
 
-# -- looking ------------------------------------------------------------------------------------------------------------
+# -- looking ----------------------------------------------------------------------------------------------------------
 
 
 class Look:
-    """Every fused call of a graph, in order; raises `Unreadable` for attention of another kind."""
+    """Every fused call of a graph, in order; raises `UnreadableError` for attention of another kind."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.found: list[Seen] = []
@@ -149,10 +150,10 @@ class Look:
             elif node.op in ("call_function", "call_method"):
                 self._node(node, value)
             elif node.op == "call_module":
-                raise Unreadable(f"the graph calls {node.target}, of which nothing is known")
+                raise UnreadableError(f"the graph calls {node.target}, of which nothing is known")
             elif node.op == "output":
                 if not isinstance(node.args[0], (tuple, list)):
-                    raise Unreadable("the graph returns something that is no tuple")
+                    raise UnreadableError("the graph returns something that is no tuple")
                 return [self._lineage.get(_value(x)) for x in node.args[0]]
         return []
 
@@ -164,7 +165,7 @@ class Look:
         if name == FUSED:
             self._fused(node, args, kwargs, value)
         elif name in UNREADABLE:
-            raise Unreadable(UNREADABLE[name])
+            raise UnreadableError(UNREADABLE[name])
         elif name == CHECKPOINT:
             self._checkpoint(node, args, value)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):  # noqa: SLF001
@@ -181,10 +182,10 @@ class Look:
             for x in tensors(args, kwargs):
                 tag = self._lineage.get(x)
                 if isinstance(tag, Weights) and tag.unseen:
-                    raise Unreadable("attention is written out in it")
+                    raise UnreadableError("attention is written out in it")
         try:
             self._lineage.follow(name, args, kwargs, value)
-        except Exception:  # noqa: BLE001
+        except Exception:
             # It wanted a number of a tensor that has none yet: where this one comes from is not known then.
             return
 
@@ -192,7 +193,7 @@ class Look:
         given = args[0] if args else kwargs["input"]
         tag = self._lineage.get(given)
         if isinstance(tag, Scores):
-            raise Unreadable("attention is written out in it")
+            raise UnreadableError("attention is written out in it")
         choosing = isinstance(tag, Projected) and tag.own is not None and tag.own.root.outputs == given.shape[-1]
         if value.dim() >= 3 and not choosing:
             self._lineage.set(value, Weights(None, unseen=True))
@@ -203,7 +204,7 @@ class Look:
         query, key = given["query"], given["key"]
         scale = given.get("scale")
         if isinstance(scale, Tensor) or query.is_nested or not all(query.shape) or not all(key.shape):
-            raise Unreadable("a fused call in it is of an odd kind")
+            raise UnreadableError("a fused call in it is of an odd kind")
         grad = torch.is_grad_enabled()
         self.found.append(
             Seen(
@@ -223,7 +224,7 @@ class Look:
     def _checkpoint(self, node: fx.Node, args: Any, value: Any) -> None:
         body = _attribute(self.module, node.args[0])
         if not isinstance(body, fx.GraphModule):
-            raise Unreadable("a checkpoint in it is of an odd kind")
+            raise UnreadableError("a checkpoint in it is of an odd kind")
         body = copied(body)  # its own may be kept for what the graph does unread
         look = Look(body)
         tags = look.run([self._lineage.get(x) for x in args[1:]])
@@ -242,7 +243,7 @@ class Look:
                 inner = Look(body)
                 inner.run()
                 if inner.found or inner.bodies:
-                    raise Unreadable(f"a fused call is inside {node.target}")
+                    raise UnreadableError(f"a fused call is inside {node.target}")
 
     def calls(self) -> list[Seen]:
         """All of them, in the order in which what they measure leaves the graph."""
@@ -273,7 +274,7 @@ def place_of(node: fx.Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else SELF
 
 
-# -- where a call is in the model ---------------------------------------------------------------------------------------
+# -- where a call is in the model -------------------------------------------------------------------------------------
 
 
 class Whereabouts:
@@ -316,7 +317,7 @@ def _parts(name: str) -> list[str]:
     return [part for part in name.split(".") if part != "_orig_mod"]
 
 
-# -- reading ------------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def install(module: fx.GraphModule, look: Look) -> list[tuple[int, int]]:

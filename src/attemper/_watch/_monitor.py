@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.eval_frame import OptimizedModule
 
 from .._diagnose import diagnose
 from .._errors import FrameworkError, OptionError, brief, explain, unknown
@@ -25,7 +24,7 @@ from .._finding import Finding
 from .._vitals import Site, Vitals
 from ._compiled import Fast, Pass, compiled_graphs, fast_road
 from ._declared import Declared, looks_trained, require_declared
-from ._override import override
+from ._override import compiled_attribute, override, replace_attribute
 from ._session import Session
 from ._sites import Sites, look_at_inputs
 
@@ -166,27 +165,14 @@ class Monitor:
         self, step: int, forward: Callable[..., Any], eager: Callable[..., Any], callback: Any, args: Any, kwargs: Any
     ) -> Any:
         """What the model returns, looked at; `forward` may be compiled, `eager` is the same as it was written."""
-        arrived = _once_after_backward(self._backward_ended)
         try:
-            fast = fast_road(forward, callback)
-            self.uncompiled, sequences = self._why_uncompiled(fast, args, kwargs)
-            compiled = fast is not None and self.uncompiled is None
-            watched: Session | Pass
-            if compiled:
-                watched = Pass(self._sites, self._known_sites, sequences, failed=self._failed, arrived=arrived)
-            else:
-                watched = Session(
-                    self.model, failed=self._failed, arrived=arrived, inside=self._inside, declared=self._declared
-                )
+            watched = self._watched(fast_road(forward, callback), args, kwargs)
         except Exception as error:
             self._failed("", error)
             return forward(*args, **kwargs)
-        if isinstance(watched, Pass) and fast is not None:
-            graphs = compiled_graphs(self.model)
-            result = graphs.run(fast, watched, args, kwargs)
-            self.uncompiled = graphs.uncompiled
-        else:
-            result = watched.run(eager, args, kwargs)
+        result = watched.run(eager, args, kwargs)
+        if isinstance(watched, Pass):
+            self.uncompiled = watched.graphs.uncompiled
         with self._lock:
             if self._open is None or self._open[0] != step:
                 self._open = (step, [])
@@ -198,17 +184,22 @@ class Monitor:
                 self.unseen.setdefault(path, reason)
         return result
 
-    def _why_uncompiled(self, fast: Fast | None, args: Any, kwargs: Any) -> tuple[str | None, int]:
-        """Why a sampled call cannot run compiled, or None; and how many sequences the model is called with."""
-        if fast is None:
-            return ("only parts of the model are compiled" if _has_compiled_parts(self.model) else None), 1
-        if self._inside:
-            return "observe is 'inside'", 1
-        reason = compiled_graphs(self.model).uncompiled
-        if reason is not None:
-            return reason, 1
-        sequences, padding = look_at_inputs(self.model, args, kwargs)
-        return (None if padding is None else "there is padding in the batch"), sequences
+    def _watched(self, fast: Fast | None, args: Any, kwargs: Any) -> Session | Pass:
+        """What is to look at a call: at what is compiled in its graphs, where that can be."""
+        arrived = _once_after_backward(self._backward_ended)
+        self.uncompiled = None
+        if fast is not None or any(map(compiled_attribute, self.model.modules())):
+            graphs = compiled_graphs(self.model)
+            sequences, padding = look_at_inputs(self.model, args, kwargs)
+            self.uncompiled = (
+                "observe is 'inside'" if self._inside
+                else "there is padding in the batch" if padding is not None
+                else graphs.uncompiled
+            )  # fmt: skip
+            if self.uncompiled is None:
+                known = self._sites, self._known_sites
+                return Pass(graphs, fast, *known, sequences, failed=self._failed, arrived=arrived)
+        return Session(self.model, failed=self._failed, arrived=arrived, inside=self._inside, declared=self._declared)
 
     def _backward_ended(self) -> None:
         with self._lock:
@@ -322,21 +313,16 @@ def _enter_model(model: nn.Module, monitor: Monitor) -> Callable[[], None]:
     compiled = model.__dict__.get("_compiled_call_impl")
     if compiled is not None:
         # Compiled in place: what is hung into its inside would be baked in, or ignored.
-        return _replace(model, "_compiled_call_impl", compiled, lambda *a, **k: entry(compiled, model._call_impl, a, k))  # noqa: SLF001
+        eager = model._call_impl  # noqa: SLF001
+        return replace_attribute(model, "_compiled_call_impl", lambda *a, **k: entry(compiled, eager, a, k))
     own = model.__dict__.get("forward")
     if own is not None:
-        return _replace(model, "forward", own, functools.wraps(own)(lambda *a, **k: entry(own, own, a, k)))
+        return replace_attribute(model, "forward", functools.wraps(own)(lambda *a, **k: entry(own, own, a, k)))
 
     def through(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return entry(forward, forward, args, kwargs) if module is model else forward(*args, **kwargs)
 
     return override(model, through)
-
-
-def _replace(model: nn.Module, name: str, was: Any, by: Any) -> Callable[[], None]:
-    """Set an attribute that is there already; returns what sets it back."""
-    setattr(model, name, by)
-    return lambda: setattr(model, name, was)
 
 
 def _once_after_backward(ended: Callable[[], None]) -> Callable[[], None]:
@@ -349,13 +335,6 @@ def _once_after_backward(ended: Callable[[], None]) -> Callable[[], None]:
             torch.autograd.Variable._execution_engine.queue_callback(ended)  # noqa: SLF001
 
     return arrived
-
-
-def _has_compiled_parts(model: nn.Module) -> bool:
-    return any(
-        module.__dict__.get("_compiled_call_impl") is not None or isinstance(module, OptimizedModule)
-        for module in model.modules()
-    )
 
 
 def _merged(sessions: Sequence[Session | Pass]) -> dict[str, Vitals]:

@@ -1,4 +1,4 @@
-"""A fused call in a compiled graph, read beside it; what the backward pass measures leaves as the gradient of a probe."""
+"""A fused call in a compiled graph, read beside it; what the backward pass adds leaves as the gradient of a probe."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ class ReadCall(nn.Module):
             q = _Pressure.apply(query, pressure_probe, self)  # type: ignore[no-untyped-call]
         output = functional.scaled_dot_product_attention(q, key, value, attn_mask, dropout_p, is_causal, **options)
         with torch.no_grad(), unwatched():
-            call = Four(*(x.detach() for x in (query, key, value, output)), _hidden(attn_mask), self.heads)
+            # In the type in which it was computed, which autocast may have chosen.
+            q, k, v = (x.detach().to(output.dtype) for x in (query, key, value))
+            call = Four(q, k, v, output.detach(), _hidden(attn_mask), self.heads)
             enable_gqa = call.q.shape[1] != call.k.shape[1]
             options = {"is_causal": is_causal, "scale": options.get("scale"), "enable_gqa": enable_gqa}
             reading = read(call.q, call.k, attn_mask=call.mask, **options)
@@ -72,7 +74,7 @@ class _Pressure(torch.autograd.Function):
         return query.view_as(query)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         (query,) = ctx.saved_tensors
         shape = four_axes(tuple(query.shape), ctx.call.heads)
         return grad, sum_pressure(query.reshape(shape), grad.reshape(shape), ctx.call.entries), None
@@ -83,8 +85,14 @@ class _Flow(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, output: Tensor, probe: Tensor, call: Four, reading: Reading, options: dict[str, Any], dropped: bool
-    ) -> Tensor:  # noqa: ARG004
+        ctx: Any,
+        output: Tensor,
+        probe: Tensor,  # noqa: ARG004
+        call: Four,
+        reading: Reading,
+        options: dict[str, Any],
+        dropped: bool,
+    ) -> Tensor:
         own = None if dropped else call.output
         row = (reading.visible_keys, reading.max_logit, reading.largest_weight, reading.logsumexp)
         ctx.save_for_backward(call.q, call.k, call.v, own, call.mask, *row)
@@ -92,7 +100,7 @@ class _Flow(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, output, mask, visible, max_logit, largest_weight, logsumexp = ctx.saved_tensors
         reading = Reading(backend="beside", max_logit=max_logit, largest_weight=largest_weight, logsumexp=logsumexp)
         arriving = shaped(q, grad)

@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,10 +17,14 @@ from ._declared import Declared, said_by_caller
 from ._lineage import Lineage, origin
 from ._mode import Mode
 from ._modules import Heads, encoder_heads, is_opaque, is_torchs_own
-from ._override import eagerly, override
+from ._override import compiled_attribute, eagerly, override, replace_attribute
 from ._record import Record, weight_on
 from ._registry import wrap_registry
 from ._sites import LOOKS_LIKE_ATTENTION, ROOT, Sites, list_unseen, look_at_inputs
+
+Part: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
+"""Runs a compiled part of a model, with arguments and keywords."""
+
 
 class Session:
     """One forward pass that is looked at."""
@@ -57,19 +61,25 @@ class Session:
         self.mode = Mode(self)
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._entered: set[str] = set()
+        self.entered: set[str] = set()
         self._heated: set[int] = set()
         self._waiting: list[Any] = []
+        self._calls_of_graphs: dict[str, int] = {}
         self._has_encoder = any(name.split(".")[-1] == "encoder" for name, _ in model.named_modules())
         self._sites = Sites(model, declared)
 
     # -- the forward pass -------------------------------------------------------------------------------------------
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `forward` of the model returns, looked at; uncompiled, since what a compiler fused cannot be seen."""
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], part: Part | None = None
+    ) -> Any:
+        """What `forward` of the model returns, looked at; uncompiled, since what a compiler fused cannot be seen.
+
+        With `part`, compiled parts of the model are left to that.
+        """
         with ExitStack() as undo:
             try:
-                self._prepare(undo, args, kwargs)
+                self._prepare(undo, args, kwargs, part)
             except Exception as error:
                 self.note("", error)
                 undo.close()
@@ -78,7 +88,8 @@ class Session:
                 result = self._opaque(ROOT, self.model, functools.partial(eagerly, forward), args, kwargs)
             else:
                 result = eagerly(forward, *args, **kwargs)
-        self._list_unseen()
+        if part is None:
+            self._list_unseen()
         return result
 
     def interpret(self, graph: fx.GraphModule, place: Callable[[fx.Node], tuple[str, nn.Module]], inputs: Any) -> Any:
@@ -90,21 +101,25 @@ class Session:
                 session._local.stack[1:] = [place(n)]
                 return super().run_node(n)
 
+        before = dict(self._local.__dict__)
         self._local.stack = [(ROOT, self.model)]
-        self._local.__dict__.setdefault("calls", {})
+        self._local.calls = before.get("calls", self._calls_of_graphs)
         try:
             with self.mode:
                 return Nodes(graph).run(*inputs)
         finally:
-            del self._local.stack
+            self._local.__dict__.clear()
+            self._local.__dict__.update(before)
 
-    def _prepare(self, undo: ExitStack, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _prepare(self, undo: ExitStack, args: tuple[Any, ...], kwargs: dict[str, Any], part: Part | None) -> None:
         """Hang everything in; what takes it out again goes into `undo`."""
-        self.sequences, self.padding = look_at_inputs(self.model, args, kwargs)
-        for path, module in _outside_opaque(self.model):
+        self._look_at_inputs(args, kwargs)
+        for path, module in _outside_opaque(self.model, whole=part is None):
             if module is self.model:
                 continue  # it is running already
-            if is_opaque(module):
+            if part is not None and (name := compiled_attribute(module)) is not None:
+                undo.callback(replace_attribute(module, name, self._apart(part, getattr(module, name))))
+            elif is_opaque(module):
                 undo.callback(override(module, functools.partial(self._opaque, path)))
             elif not isinstance(module, torch.jit.ScriptModule):
                 for handle in self._hooks(path, module):
@@ -115,6 +130,15 @@ class Session:
         undo.callback(self.lineage.clear)
         undo.enter_context(self.mode)
 
+    def _apart(self, part: Part, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled part of the model, run by others; out of our mode, which the compiler would follow."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.mode.suspended():
+                return part(compiled, args, kwargs)
+
+        return run
+
     def _hooks(self, path: str, module: nn.Module) -> list[Any]:
         def before(module: nn.Module, _: Any) -> None:
             if not self.active:
@@ -124,7 +148,7 @@ class Session:
                 _push_mode(self.mode)
             self._local.stack.append((path, module))
             if LOOKS_LIKE_ATTENTION.search(type(module).__name__):
-                self._entered.add(path)
+                self.entered.add(path)
 
         def after(module: nn.Module, *_: Any) -> None:
             stack = getattr(self._local, "stack", None)
@@ -139,8 +163,11 @@ class Session:
             module.register_forward_hook(after, always_call=True),
         ]
 
+    def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.sequences, self.padding = look_at_inputs(self.model, args, kwargs)
+
     def _list_unseen(self) -> None:
-        self.unseen |= list_unseen(self._entered, self.paths, self.unseen)
+        self.unseen |= list_unseen(self.entered, self.paths, self.unseen)
 
     # -- what was seen ----------------------------------------------------------------------------------------------
 
@@ -239,7 +266,7 @@ class Session:
             path = f"{path}.self_attn" if path != ROOT else "self_attn"
         else:
             return
-        self._entered.discard(path)
+        self.entered.discard(path)
         said = said_by_caller(self.declared, path)
         by = None if said is None else "the caller"
         record = heads.record(self.name_call(path), declared_scale=said, declared_by=by)
@@ -273,8 +300,11 @@ class Session:
                     part.copy_(was)
 
 
-def _outside_opaque(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its path, of torch's own attention modules only those whose forward is to be overridden."""
+def _outside_opaque(model: nn.Module, *, whole: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its path, of torch's own attention modules only those whose forward is to be overridden.
+
+    Unless `whole`, nothing inside a compiled part.
+    """
     seen: set[int] = set()
 
     def walk(path: str, module: nn.Module, inside: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -283,9 +313,11 @@ def _outside_opaque(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.
         seen.add(id(module))
         if not inside or is_opaque(module):
             yield path or ROOT, module
+        if not whole and module is not model and compiled_attribute(module) is not None:
+            return
         for name, child in module.named_children():
             prefix = "" if name == "_orig_mod" else name
             below = ".".join(part for part in (path, prefix) if part)
             yield from walk(below, child, inside or is_opaque(module))
 
-    yield from walk(path, model, False)
+    yield from walk("", model, False)
