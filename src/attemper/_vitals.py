@@ -235,7 +235,7 @@ class Vitals:
 
     @classmethod
     def of_sums(cls, site: Site, values: Mapping[str, PerHead], weights: Mapping[str, PerHead]) -> Vitals:
-        """One call that somebody else summed up: fields, and the weights of the means; what is missing is unmeasured."""
+        """One call that somebody else summed up: fields, and weights of the means; what is missing is unmeasured."""
         nothing = cls.of(Reading(backend=""), site)
         found = {name: values.get(name, getattr(nothing, name)) for name in _MERGES}
         return cls(site=site, calls=1, weights={**nothing.weights, **weights}, **found)

@@ -12,10 +12,11 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import eval_frame
 from torch._subclasses import FakeTensor
 
 from .._vitals import Site, Vitals
@@ -37,8 +38,15 @@ class Fast(NamedTuple):
     """Whether the compiler is at work already, so that `call` has to be handed to it."""
 
 
+def compiler_is_off() -> bool:
+    """Whether somebody has told the compiler, by its stance, to do something else than compile."""
+    return bool(eval_frame._stance.stance != "default")  # noqa: SLF001
+
+
 def fast_road(forward: Callable[..., Any], callback: Any) -> Fast | None:
     """How `forward` runs compiled, or None; `callback` is what dynamo has in the thread it is called in."""
+    if compiler_is_off():
+        return None
     names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
     if hasattr(forward, "get_compiler_config") and "callback" in names:
         cells: Any = forward.__closure__
@@ -51,6 +59,10 @@ def _innermost(callback: Any) -> Any:
     while hasattr(callback, "_torchdynamo_orig_backend"):
         callback = callback._torchdynamo_orig_backend  # noqa: SLF001
     return callback
+
+
+Known: TypeAlias = dict[tuple[Any, ...], tuple[list[Site], set[str]]]
+"""What earlier passes have made out about a graph: the Sites of its calls, and what in it is called attention."""
 
 
 @dataclass(eq=False)
@@ -75,7 +87,7 @@ class Pass:
         graphs: Compiled,
         fast: Fast | None,
         sites: Sites,
-        known_sites: dict[tuple[Any, ...], list[Site]],
+        known: Known,
         sequences: int,
         *,
         failed: Callable[[str, Exception], None],
@@ -85,8 +97,7 @@ class Pass:
         self.fast = fast
         """How the model runs; None where only parts of it are compiled."""
         self.sites = sites
-        self.known_sites = known_sites
-        """Those that earlier passes have made out."""
+        self.known = known
         self.sequences = sequences
         self.note = failed
         self.arrived = arrived
@@ -296,21 +307,20 @@ class Compiled:
     def _take(self, graph: Graph, watched: Pass, inputs: Any, probes: list[tuple[str, Tensor]], more: Any) -> None:
         """Hand what a graph has measured to the pass."""
         key = (id(graph), *(id(inputs[place]) for place in graph.anchors))
-        sites = watched.known_sites.get(key)
+        known = watched.known.get(key)
         measured, waiting = iter(more), iter(probes)
-        made = []
+        sites = []
         for place, seen in enumerate(graph.calls):
             table = next(measured)
             samples = {at: next(measured) for at in seen.samples}
             own = dict([next(waiting) for _ in seen.probes()])
-            site = self._site(seen, graph.where, watched.sites, inputs, samples) if sites is None else sites[place]
-            made.append(site)
+            site = known[0][place] if known else self._site(seen, graph.where, watched.sites, inputs, samples)
+            sites.append(site)
             watched.add(site, table, own)
-        watched.known_sites[key] = made
-        for name in graph.entered:
-            found = self._find(name, graph.where, inputs)
-            if found is not None:
-                watched.entered.add(found[1])
+        if known is None:
+            places = (self._find(name, graph.where, inputs) for name in graph.entered)
+            known = watched.known[key] = sites, {found[1] for found in places if found is not None}
+        watched.entered |= known[1]
 
     def _site(self, seen: Seen, where: Whereabouts, sites: Sites, inputs: Any, samples: dict[int, Tensor]) -> Site:
         _, path, module = self._find(seen.module, where, inputs) or (0, ROOT, sites.model)
@@ -408,4 +418,7 @@ _COMPILED: weakref.WeakKeyDictionary[nn.Module, Compiled] = weakref.WeakKeyDicti
 
 def compiled_graphs(model: nn.Module) -> Compiled:
     """Those of a model, kept as long as it is: watched again, it is not compiled again."""
-    return _COMPILED.setdefault(model, Compiled(model))
+    found = _COMPILED.get(model)
+    if found is None:
+        found = _COMPILED[model] = Compiled(model)
+    return found

@@ -21,8 +21,8 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from .._diagnose import diagnose
 from .._errors import FrameworkError, OptionError, brief, explain, unknown
 from .._finding import Finding
-from .._vitals import Site, Vitals
-from ._compiled import Fast, Pass, compiled_graphs, fast_road
+from .._vitals import Vitals
+from ._compiled import Fast, Known, Pass, compiled_graphs, compiler_is_off, fast_road
 from ._declared import Declared, looks_trained, require_declared
 from ._override import compiled_attribute, override, replace_attribute
 from ._session import Session
@@ -95,7 +95,7 @@ class Monitor:
         self._calls = 0
         self._open: tuple[int, list[Session | Pass]] | None = None
         self._sites = Sites(model, declared_scale)
-        self._known_sites: dict[tuple[Any, ...], list[Site]] = {}
+        self._known: Known = {}
         self._warned = False
         self._lock = threading.RLock()
         self._undo: Callable[[], None] | None = _enter_model(model, self)
@@ -188,7 +188,7 @@ class Monitor:
         """What is to look at a call: at what is compiled in its graphs, where that can be."""
         arrived = _once_after_backward(self._backward_ended)
         self.uncompiled = None
-        if fast is not None or any(map(compiled_attribute, self.model.modules())):
+        if fast is not None or (not compiler_is_off() and any(map(compiled_attribute, self.model.modules()))):
             graphs = compiled_graphs(self.model)
             sequences, padding = look_at_inputs(self.model, args, kwargs)
             self.uncompiled = (
@@ -197,7 +197,7 @@ class Monitor:
                 else graphs.uncompiled
             )  # fmt: skip
             if self.uncompiled is None:
-                known = self._sites, self._known_sites
+                known = self._sites, self._known
                 return Pass(graphs, fast, *known, sequences, failed=self._failed, arrived=arrived)
         return Session(self.model, failed=self._failed, arrived=arrived, inside=self._inside, declared=self._declared)
 
@@ -258,7 +258,8 @@ def watch(
     On one call in `every`, the first included, each attention call inside is read: its Vitals per head, named by the
     path of the module. By default the model's own kernels run untouched, bit for bit, and the Reading is taken beside
     them; the calls between cost nothing that can be measured. A failure of ours becomes one warning and the call goes
-    through. A compiled model runs uncompiled on the sampled calls, since what a compiler fused cannot be looked into.
+    through. A compiled model is read inside its compiled graphs; where that cannot be, as with attention written out by
+    hand, its sampled calls run uncompiled, and `Monitor.uncompiled` says why.
 
     Args:
         model: any nn.Module; compiled or not. `torch.compile(model, fullgraph=True)` must come before `watch`.

@@ -5,6 +5,7 @@ The same sums as `Vitals.of`, in operations that a compiler fuses, so that a gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,25 +40,34 @@ OF_PRESSURE = 3
 
 
 def sum_rows(reading: Reading) -> Tensor:
-    """(OF_ROWS, heads): counts, extremes, and of each mean the sum and the number of values behind it."""
+    """(OF_ROWS, heads): counts, extremes, and of each mean the sum and the number of values behind it.
+
+    Over the queries first, column by column: so a compiler makes one kernel of it that reads each number once.
+    """
     visible: Any = reading.visible_keys
-    choice = visible > 1
-    counts = torch.stack([torch.ones_like(visible), visible == 0, visible == 1, reading.nonfinite != 0])  # type: ignore[list-item]
-    extremes = torch.stack([*(getattr(reading, name) for name in GREATEST), -reading.normalized_entropy])  # type: ignore[operator]
-    greatest = extremes.masked_fill(torch.isnan(extremes), -torch.inf).amax((1, 3))
-    columns = torch.stack([getattr(reading, name).to(extremes.dtype) for name in MEANS])
-    return torch.cat([counts.sum((1, 3)).double(), greatest.double(), *_sum_finite(columns, choice)])
+    wanted = (torch.ones_like(visible), visible == 0, visible == 1, reading.nonfinite)
+    counts = [x.sum(-1) for x in wanted]  # type: ignore[union-attr]
+    extremes = [getattr(reading, name) for name in GREATEST] + [-reading.normalized_entropy]  # type: ignore[operator]
+    greatest = [x.masked_fill(torch.isnan(x), -torch.inf).amax(-1) for x in extremes]
+    sums, numbers = zip(*(_sum_finite(getattr(reading, name), visible > 1) for name in MEANS), strict=True)
+    return torch.cat(
+        [_over_batch(counts), torch.stack(greatest).double().amax(1), _over_batch(sums), _over_batch(numbers)]
+    )
 
 
 def sum_flow(flow: Tensor, visible: Tensor) -> Tensor:
     """(OF_FLOW, heads): the sum of the gradient flow of rows with a choice, and how many there are."""
-    return torch.cat(_sum_finite(flow[None], visible > 1))
+    return _over_batch(_sum_finite(flow, visible > 1))
 
 
-def _sum_finite(columns: Tensor, choice: Tensor) -> list[Tensor]:
-    counted = torch.isfinite(columns) & choice
-    total = torch.where(counted, columns, 0).sum((1, 3), dtype=torch.float64)
-    return [total, counted.sum((1, 3)).double()]
+def _sum_finite(x: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
+    counted = torch.isfinite(x) & choice
+    return torch.where(counted, x, 0).sum(-1), counted.sum(-1)
+
+
+def _over_batch(columns: Sequence[Tensor]) -> Tensor:
+    """Each (batch, heads), to (columns, heads)."""
+    return torch.stack([x.double() for x in columns]).sum(1)
 
 
 def sum_pressure(q: Tensor, grad: Tensor, entries: int) -> Tensor:
