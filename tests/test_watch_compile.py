@@ -554,3 +554,12 @@ def test_a_failure_of_ours_while_it_compiles_or_runs_leaves_the_model_alone(wher
             torch.testing.assert_close(output, plain)
     assert monitor.uncompiled == "RuntimeError: out of order"
     assert list(monitor.vitals) == ["layers.0", "layers.1"]
+
+
+def test_whoever_turns_the_compiler_off_has_it_off():
+    runs, compiled = [], []
+    fast = torch.compile(Model(), backend=counting(runs, compiled))
+    with watch(fast, every=1) as monitor, torch.compiler.set_stance("force_eager"):
+        fast(inputs())
+    assert not compiled
+    assert list(monitor.vitals) == ["layers.0", "layers.1"]

@@ -45,8 +45,6 @@ def compiler_is_off() -> bool:
 
 def fast_road(forward: Callable[..., Any], callback: Any) -> Fast | None:
     """How `forward` runs compiled, or None; `callback` is what dynamo has in the thread it is called in."""
-    if compiler_is_off():
-        return None
     names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
     if hasattr(forward, "get_compiler_config") and "callback" in names:
         cells: Any = forward.__closure__

@@ -22,7 +22,7 @@ from .._diagnose import diagnose
 from .._errors import FrameworkError, OptionError, brief, explain, unknown
 from .._finding import Finding
 from .._vitals import Vitals
-from ._compiled import Fast, Known, Pass, compiled_graphs, compiler_is_off, fast_road
+from ._compiled import Known, Pass, compiled_graphs, compiler_is_off, fast_road
 from ._declared import Declared, looks_trained, require_declared
 from ._override import compiled_attribute, override, replace_attribute
 from ._session import Session
@@ -166,7 +166,7 @@ class Monitor:
     ) -> Any:
         """What the model returns, looked at; `forward` may be compiled, `eager` is the same as it was written."""
         try:
-            watched = self._watched(fast_road(forward, callback), args, kwargs)
+            watched = self._watched(forward, callback, args, kwargs)
         except Exception as error:
             self._failed("", error)
             return forward(*args, **kwargs)
@@ -184,11 +184,13 @@ class Monitor:
                 self.unseen.setdefault(path, reason)
         return result
 
-    def _watched(self, fast: Fast | None, args: Any, kwargs: Any) -> Session | Pass:
+    def _watched(self, forward: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Session | Pass:
         """What is to look at a call: at what is compiled in its graphs, where that can be."""
         arrived = _once_after_backward(self._backward_ended)
         self.uncompiled = None
-        if fast is not None or (not compiler_is_off() and any(map(compiled_attribute, self.model.modules()))):
+        fast = fast_road(forward, callback)
+        parts = fast is None and any(map(compiled_attribute, self.model.modules()))
+        if (fast is not None or parts) and not compiler_is_off():
             graphs = compiled_graphs(self.model)
             sequences, padding = look_at_inputs(self.model, args, kwargs)
             self.uncompiled = (
