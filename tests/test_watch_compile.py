@@ -455,6 +455,32 @@ def test_without_gradients_there_is_no_pressure_and_the_output_has_no_graph():
     assert np.isnan(monitor.vitals["layers.0"].pressure).all()
 
 
+def test_rows_without_keys_and_numbers_that_are_not_finite():
+    class Hostile(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            shown = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+            shown[2] = False
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+
+    model, x = Hostile(), inputs()
+    x[0, 3, 0], x[1, 4, 1] = torch.nan, torch.inf
+    with watch(model, every=1) as eager:
+        model(x).nan_to_num(0).square().mean().backward()
+    fast = torch.compile(model, backend="aot_eager")
+    with watch(fast, every=1) as monitor:
+        fast(x).nan_to_num(0).square().mean().backward()
+    assert monitor.uncompiled is None
+    vitals = monitor.vitals["(root)"]
+    assert vitals.rows_without_keys.tolist() == [BATCH] * HEADS
+    assert (vitals.nonfinite > 0).all()
+    assert_same(monitor.vitals, eager.vitals)
+
+
 def test_micro_batches_merge():
     model = Model()
     with watch(model, every=1, micro_batches=2) as eager:

@@ -105,6 +105,7 @@ class Pass:
         self._session: Session | None = None
         self._calls: dict[str, int] = {}
         self._waiting: list[Any] = []
+        self._measured_already: set[tuple[Summed, str]] = set()
         self._landed: list[tuple[Any, Tensor, list[tuple[Summed, str, torch.Size]]]] = []
 
     @property
@@ -135,6 +136,7 @@ class Pass:
                 self.unseen = self._session.unseen
                 entered = entered | self._session.entered
             self.unseen = self.unseen | list_unseen(entered, self.paths, self.unseen)
+            self.send()
 
     def _part(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         fast = fast_road(compiled, None)
@@ -157,17 +159,23 @@ class Pass:
         return found + (self._session.vitals() if self._session is not None else [])
 
     def release(self) -> None:
-        """Wait no longer for gradients, and send the tables on their way to the host, which does not wait for them."""
+        """Wait no longer for gradients."""
         for hook in self._waiting:
             hook.remove()
         self._waiting.clear()
         if self._session is not None:
             self._session.release()
+        self.send()
+
+    def send(self) -> None:
+        """Send the tables that are there on their way to the host, which does not wait for them.
+
+        Soon, since what a graph of CUDA's returned is overwritten when it runs again.
+        """
         by_device: dict[torch.device, list[tuple[Summed, str, Tensor]]] = {}
         for summed in self.summed:
             for name, table in summed.tables().items():
-                if table.device.type != "cpu":
-                    by_device.setdefault(table.device, []).append((summed, name, table))
+                by_device.setdefault(table.device, []).append((summed, name, table))
         for device, tables in by_device.items():
             together = torch.cat([table.detach().flatten() for *_, table in tables]).to("cpu", non_blocking=True)
             event = None
@@ -189,7 +197,8 @@ class Pass:
 
     def _measured(self, summed: Summed, name: str, grad: Tensor) -> None:
         # Of several backward passes the first counts.
-        if getattr(summed, name) is None:
+        if (summed, name) not in self._measured_already:
+            self._measured_already.add((summed, name))
             setattr(summed, name, grad.detach())
             self.arrived()
 

@@ -205,7 +205,12 @@ class Monitor:
 
     def _backward_ended(self) -> None:
         with self._lock:
-            if self._open is not None and len(self._open[1]) >= self.micro_batches:
+            if self._open is None:
+                return
+            for watched in self._open[1]:
+                if isinstance(watched, Pass):
+                    watched.send()
+            if len(self._open[1]) >= self.micro_batches:
                 self._close()
 
     def _close(self) -> None:

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .._attend import gradient_flow_beside, read
-from .._reading import Reading
+from .._reading import AFTER_BACKWARD, MEASURED, Reading
 from ._record import HIDING, unwatched
 from ._shapes import Four, four_axes, shaped
 from ._sums import sum_flow, sum_pressure, sum_rows
+
+STATS = tuple(name for name in MEASURED if name not in (*AFTER_BACKWARD, "output_norm"))
 
 
 class ReadCall(nn.Module):
@@ -48,7 +50,7 @@ class ReadCall(nn.Module):
             call = Four(q, k, v, output.detach(), _hidden(attn_mask), self.heads)
             enable_gqa = call.q.shape[1] != call.k.shape[1]
             options = {"is_causal": is_causal, "scale": options.get("scale"), "enable_gqa": enable_gqa}
-            reading = read(call.q, call.k, attn_mask=call.mask, **options)
+            reading = read(call.q, call.k, attn_mask=call.mask, stats=STATS, **options)
             norm = torch.linalg.vector_norm(call.output.float(), dim=-1)
             odd: Any = reading.nonfinite
             table = sum_rows(replace(reading, output_norm=norm, nonfinite=odd | ~torch.isfinite(norm)))
