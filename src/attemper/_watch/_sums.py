@@ -33,26 +33,23 @@ MEANS = (
     "sink_mass",
     "output_norm",
 )
-OF_ROWS = len(COUNTS) + len(GREATEST) + 1 + 2 * len(MEANS)
-"""Lines in the table of a forward pass."""
 OF_FLOW = 2
 OF_PRESSURE = 3
+"""Lines in what is measured of a backward pass."""
 
 
 def sum_rows(reading: Reading) -> Tensor:
-    """(OF_ROWS, heads): counts, extremes, and of each mean the sum and the number of values behind it.
+    """(lines, heads): counts, of each mean the sum, of each the number of values behind it, and extremes.
 
     Over the queries first, column by column: so a compiler makes one kernel of it that reads each number once.
     """
     visible: Any = reading.visible_keys
-    wanted = (torch.ones_like(visible), visible == 0, visible == 1, reading.nonfinite)
-    counts = [x.sum(-1) for x in wanted]  # type: ignore[union-attr]
-    extremes = [getattr(reading, name) for name in GREATEST] + [-reading.normalized_entropy]  # type: ignore[operator]
+    counted: Any = (torch.ones_like(visible), visible == 0, visible == 1, reading.nonfinite)
+    extremes: Any = (*(getattr(reading, name) for name in GREATEST), -reading.normalized_entropy)  # type: ignore[operator]
     greatest = [x.masked_fill(torch.isnan(x), -torch.inf).amax(-1) for x in extremes]
     sums, numbers = zip(*(_sum_finite(getattr(reading, name), visible > 1) for name in MEANS), strict=True)
-    return torch.cat(
-        [_over_batch(counts), torch.stack(greatest).double().amax(1), _over_batch(sums), _over_batch(numbers)]
-    )
+    added = _over_batch([*(x.sum(-1) for x in counted), *sums, *numbers])
+    return torch.cat([added, torch.stack(greatest).double().amax(1)])
 
 
 def sum_flow(flow: Tensor, visible: Tensor) -> Tensor:
@@ -89,12 +86,11 @@ def sum_pressure(q: Tensor, grad: Tensor, entries: int) -> Tensor:
 
 def vitals_of(site: Site, rows: Any, pressure: Any = None, flow: Any = None) -> Vitals:
     """The Vitals of one call, from its tables as NumPy arrays."""
-    values: dict[str, Any] = {name: rows[i].astype(np.int64) for i, name in enumerate(COUNTS)}
+    counts, sums, numbers, greatest = np.split(rows, np.cumsum((len(COUNTS), len(MEANS), len(MEANS))))
+    values: dict[str, Any] = dict(zip(COUNTS, counts.astype(np.int64), strict=True))
     weights: dict[str, Any] = {}
-    extremes = rows[len(COUNTS) :]
-    values |= {name: extremes[i] for i, name in enumerate(GREATEST)}
-    values["least_normalized_entropy"] = -extremes[len(GREATEST)]
-    means = dict(zip(MEANS, extremes[len(GREATEST) + 1 :].reshape(2, len(MEANS), -1).swapaxes(0, 1), strict=True))
+    values |= dict(zip((*GREATEST, "least_normalized_entropy"), (*greatest[:-1], -greatest[-1]), strict=True))
+    means: dict[str, Any] = dict(zip(MEANS, zip(sums, numbers, strict=True), strict=True))
     if flow is not None:
         means["gradient_flow"] = flow
     for name, (total, count) in means.items():
