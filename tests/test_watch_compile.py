@@ -589,3 +589,23 @@ def test_whoever_turns_the_compiler_off_has_it_off():
         fast(inputs())
     assert not compiled
     assert list(monitor.vitals) == ["layers.0", "layers.1"]
+
+
+def test_what_inductor_keeps_on_disk_is_not_taken_for_something_else():
+    """Graphs that differ only in how many entries of a batch make a sequence, one compiled after the other."""
+
+    class Windows(Model):
+        def forward(self, x, windows):
+            return self.layers[0](windows.flatten(0, 1))
+
+    model = Windows()
+    for sequences in (BATCH, 2):
+        torch._dynamo.reset()
+        x, windows = torch.zeros(sequences, 1), inputs().unflatten(0, (sequences, -1))
+        with watch(model, every=1) as eager:
+            model(x, windows).square().mean().backward()
+        fast = torch.compile(model, dynamic=False)
+        with watch(fast, every=1) as monitor:
+            fast(x, windows).square().mean().backward()
+        assert monitor.vitals["layers.0"].weights["pressure"].tolist() == [sequences] * HEADS
+        assert_same(monitor.vitals, eager.vitals)

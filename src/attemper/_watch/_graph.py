@@ -8,10 +8,12 @@ pass measures as the gradient of a *probe*: an input that nothing depends on.
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -337,7 +339,7 @@ def install(module: fx.GraphModule, look: Look) -> list[tuple[int, int]]:
         return node
 
     for count, seen in enumerate(look.found):
-        name = f"attemper_{count}"
+        name = f"attemper_{traced_sources()}_{seen.heads}_{seen.entries}_{count}"
         module.add_submodule(name, ReadCall(seen.heads, seen.entries))
         node, own = seen.node, {}
         for what, shape in seen.probes().items():
@@ -353,7 +355,8 @@ def install(module: fx.GraphModule, look: Look) -> list[tuple[int, int]]:
     for count, (body, node, inner) in enumerate(look.bodies):
         returned = len(_outputs(body))
         shapes = install(body, inner)
-        name = f"attemper_body_{count}"
+        within = "_".join(f"{seen.heads}_{seen.entries}" for seen in inner.calls())
+        name = f"attemper_body_{traced_sources()}_{within}_{count}"
         module.add_submodule(name, body)
         with graph.inserting_before(node):
             attribute = graph.get_attr(name)
@@ -366,6 +369,21 @@ def install(module: fx.GraphModule, look: Look) -> list[tuple[int, int]]:
     graph.lint()
     module.recompile()
     return probes
+
+
+@functools.cache
+def traced_sources() -> str:
+    """A digest of what a compiler finds when it follows a `ReadCall`.
+
+    It keeps what it compiled on disk, and finds it again by the names in a graph, not by what is behind them: so
+    whatever a `ReadCall` depends on has to be in its name.
+    """
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for folder in (package, package / "_watch", package / "_backends" / "_operator"):
+        for source in sorted(folder.glob("*.py")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def copied(module: fx.GraphModule) -> fx.GraphModule:
