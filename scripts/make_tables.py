@@ -269,7 +269,10 @@ def _cuda_rows(columns: dict[str, str], peer: str = "cudnn") -> str:
     cells = [
         (
             f"{row['head_dim']}, {row['length']}, {'causal' if row['causal'] else 'full'}",
-            *(f"{row['seconds'][peer] / row['seconds'][name]:.2f}" if name in row["seconds"] else "" for name in columns),
+            *(
+                f"{row['seconds'][peer] / row['seconds'][name]:.2f}" if name in row["seconds"] else ""
+                for name in columns
+            ),
         )
         for row in rows
     ]

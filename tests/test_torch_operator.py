@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attemper import attend, watch
+from attemper import attend, read, watch
+from attemper._attend import gradient_flow_beside
 from attemper._backends import _operator
 from attemper._backends import torch as tiled
 from attemper._backends._operator import _operators, run_on
@@ -191,3 +192,29 @@ def test_autocast_stays_outside(auto):
         got = attend(q, k, v)
     assert torch.equal(got.output, wanted.output)
     assert torch.equal(got.reading.logsumexp, wanted.reading.logsumexp)
+
+
+# --- what is measured beside somebody else's call ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.7}], ids=str)
+@pytest.mark.parametrize("given", [True, False], ids=["with its output", "without"])
+def test_the_gradient_flow_of_a_call_that_torch_computes(options, given):
+    q, k, v = operands(gradients=True)
+    grad = torch.randn_like(q)
+    ours = attend(q, k, v, **options)
+    ours.output.backward(grad)
+    plain = [x.detach() for x in (q, k, v)]
+    output = nn.functional.scaled_dot_product_attention(*plain, **options) if given else None
+    found = gradient_flow_beside(*plain, output, grad, read(*plain[:2], **options), **options)
+    torch.testing.assert_close(found, ours.reading.gradient_flow, equal_nan=True)
+    assert not torch.allclose(found.nan_to_num(), torch.zeros_like(found))
+
+
+def test_the_operator_of_the_flow_is_one(monkeypatch):
+    seen = []
+    plain = _operators.flow
+    monkeypatch.setattr(_operator, "flow", lambda *arguments: seen.append(arguments) or plain(*arguments))
+    q, k, v = operands()
+    gradient_flow_beside(q, k, v, None, torch.randn_like(q), read(q, k))
+    torch.library.opcheck(torch.ops.attemper.flow.default, seen[0])

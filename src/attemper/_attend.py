@@ -229,6 +229,20 @@ def read(
     return reading
 
 
+def gradient_flow_beside(q: Any, k: Any, v: Any, output: Any, grad: Any, reading: Reading, **options: Any) -> Any:
+    """The gradient flow of each row of a call on torch tensors that somebody else computed, when `grad` arrives at it.
+
+    `reading` is that of the call. `output` is what it returned; None has it computed here, as where it drops weights.
+    """
+    from ._backends._operator import call_of, flow
+
+    q, k, v = _given(q, k, v)
+    problem = pose(q, k, v, **options)
+    road, _ = _pick(problem, "auto")
+    call = call_of(problem, problem.batch, banded=road == "cuda")
+    return flow(*call, output, reading.max_logit, reading.largest_weight, reading.logsumexp, grad.to(q.dtype), road)
+
+
 def scaled_dot_product_attention(
     query: Array,
     key: Array,

@@ -233,6 +233,13 @@ class Vitals:
                 values[f"{name}_spread"] = np.where(weights[name] > 0, (apart**2).sum(axis=0), 0)
         return cls(site=site, calls=1, weights=weights, **values)
 
+    @classmethod
+    def of_sums(cls, site: Site, values: Mapping[str, PerHead], weights: Mapping[str, PerHead]) -> Vitals:
+        """One call that somebody else summed up: fields, and weights of the means; what is missing is unmeasured."""
+        nothing = cls.of(Reading(backend=""), site)
+        found = {name: values.get(name, getattr(nothing, name)) for name in _MERGES}
+        return cls(site=site, calls=1, weights={**nothing.weights, **weights}, **found)
+
     def merge(self, other: Vitals) -> Vitals:
         """The Vitals of both together; associative and commutative up to rounding."""
         if (self.site.path, self.site.heads) != (other.site.path, other.site.heads):

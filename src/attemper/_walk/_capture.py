@@ -16,8 +16,9 @@ from .._watch._lineage import Scores, Weights, tensors
 from .._watch._mode import Mode
 from .._watch._modules import Heads, encoder_heads, is_torchs_own
 from .._watch._record import hide_minima
-from .._watch._session import Session, _within
-from .._watch._shapes import Four
+from .._watch._session import Session
+from .._watch._shapes import Four, head_count
+from .._watch._sites import within
 from ._call import Call
 
 
@@ -47,7 +48,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, 
         for module, training in was:
             module.training = training
     calls = tuple(pending.call for pending in session.calls)
-    silent = {path: why for path, why in session.unseen.items() if not any(_within(call.path, path) for call in calls)}
+    silent = {path: why for path, why in session.unseen.items() if not any(within(call.path, path) for call in calls)}
     silent |= dict.fromkeys(session.unprobed, "the scale inside its kernel cannot be reached")
     return Attention(calls=calls, unseen={**silent, **failures})
 
@@ -180,7 +181,7 @@ class _Mode(Mode):
         enable_gqa: bool = False,  # noqa: ARG002
     ) -> None:
         session = self.session
-        call = Four(query, key, value, query, attn_mask, session.place[1])
+        call = Four(query, key, value, query, attn_mask, head_count(session.place[1]))
         number = query.shape[-1] ** -0.5 if scale is None else float(scale)
         site = self._site(call.q, call.k, number, (query, key), "sdpa")
         options = {"is_causal": is_causal}

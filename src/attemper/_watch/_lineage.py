@@ -429,7 +429,11 @@ def origin(lineage: Lineage, x: Tensor) -> Origin | None:
 
     Rotations keep the norm of a head, so what the norms differ by is the factor.
     """
-    tag = lineage.get(x)
+    return origin_of(lineage.get(x), x)
+
+
+def origin_of(tag: Any, x: Tensor) -> Origin | None:
+    """The same from the tag of x."""
     if not isinstance(tag, Projected):
         return None
     width = x.shape[-1]

@@ -122,7 +122,7 @@ class Mode(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> None:
         session = self.session
-        call = Four(query, key, value, output, attn_mask, session.place[1])
+        call = Four(query, key, value, output, attn_mask, head_count(session.place[1]))
         options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         record = self.of_operands(call.q, call.k, kind="sdpa", mask=call.mask, options=options, traced=(query, key))
         record.look_at_output(call.output)
@@ -142,7 +142,7 @@ class Mode(TorchFunctionMode):
             # A row of nothing but finite minima is a mean over all values, which hiding them would turn into zeros.
             message = "a row of the mask hides every key by a finite minimum; such a call is read beside"
             raise ValueError(message)
-        four = Four(query, key, value, query, hidden, session.place[1])
+        four = Four(query, key, value, query, hidden, head_count(session.place[1]))
         output, reading = attend(four.q, four.k, four.v, **{**given, "attn_mask": four.mask})
         options = {name: given[name] for name in ("is_causal", "scale", "enable_gqa") if name in given}
         traced = (query, key)

@@ -9,21 +9,24 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from .._diagnose import diagnose
 from .._errors import FrameworkError, OptionError, brief, explain, unknown
 from .._finding import Finding
 from .._vitals import Vitals
+from ._compiled import Known, Pass, compiled_graphs, compiler_is_off, fast_road
 from ._declared import Declared, looks_trained, require_declared
-from ._override import override
+from ._override import compiled_attribute, override, replace_attribute
 from ._session import Session
+from ._sites import Sites, look_at_inputs
 
 SCHEMA = "attemper.sample/1"
 
@@ -49,6 +52,8 @@ class Monitor:
     """The samples so far, the newest last; the oldest are dropped after `keep`."""
     unseen: dict[str, str]
     """Paths of what looks like attention and could not be read, and why not."""
+    uncompiled: str | None
+    """Why the newest sampled call of a compiled model ran uncompiled; None where it did not, or nothing is compiled."""
 
     def __init__(
         self,
@@ -82,12 +87,15 @@ class Monitor:
         self.micro_batches = micro_batches
         self.history = deque(maxlen=keep)
         self.unseen = {}
+        self.uncompiled = None
         self._inside = observe == "inside"
         self._log = log
         self._callbacks = tuple(callbacks)
         self._declared = declared_scale
         self._calls = 0
-        self._open: tuple[int, list[Session]] | None = None
+        self._open: tuple[int, list[Session | Pass]] | None = None
+        self._sites = Sites(model, declared_scale)
+        self._known: Known = {}
         self._warned = False
         self._lock = threading.RLock()
         self._undo: Callable[[], None] | None = _enter_model(model, self)
@@ -144,43 +152,65 @@ class Monitor:
         state = "watching" if self._undo is not None else "stopped"
         return f"Monitor({type(self.model).__name__}; {state}, steps {self.steps}, samples {len(self.history)})"
 
-    def _begin(self) -> tuple[int, Session | None]:
-        """The step that a call belongs to, and a session if that is to be sampled."""
+    def _begin(self) -> int | None:
+        """The step that a call belongs to if that is to be sampled."""
         with self._lock:
             step = self._calls // self.micro_batches
             self._calls += 1
             if self._open is not None and self._open[0] != step:
                 self._close()
-            if step % self.every:
-                return step, None
-            try:
-                return step, Session(
-                    self.model,
-                    failed=self._failed,
-                    arrived=_once_after_backward(self._backward_ended),
-                    inside=self._inside,
-                    declared=self._declared,
-                )
-            except Exception as error:
-                self._failed("", error)
-                return step, None
+            return None if step % self.every else step
 
-    def _sampled(self, step: int, session: Session, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        result = session.run(forward, args, kwargs)
+    def _sampled(
+        self, step: int, forward: Callable[..., Any], eager: Callable[..., Any], callback: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """What the model returns, looked at; `forward` may be compiled, `eager` is the same as it was written."""
+        try:
+            watched = self._watched(forward, callback, args, kwargs)
+        except Exception as error:
+            self._failed("", error)
+            return forward(*args, **kwargs)
+        result = watched.run(eager, args, kwargs)
+        if isinstance(watched, Pass):
+            self.uncompiled = watched.graphs.uncompiled
         with self._lock:
             if self._open is None or self._open[0] != step:
                 self._open = (step, [])
-            self._open[1].append(session)
-            for record in session.records:
-                self.unseen.pop(record.site.path, None)
-            for path, reason in session.unseen.items():
+            self._open[1].append(watched)
+            for path in watched.paths:
+                self.unseen.pop(path, None)
+            for path, reason in watched.unseen.items():
                 # Why reading it failed says more than that nothing was seen.
                 self.unseen.setdefault(path, reason)
         return result
 
+    def _watched(self, forward: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Session | Pass:
+        """What is to look at a call: at what is compiled in its graphs, where that can be."""
+        arrived = _once_after_backward(self._backward_ended)
+        self.uncompiled = None
+        fast = fast_road(forward, callback)
+        parts = fast is None and any(map(compiled_attribute, self.model.modules()))
+        if (fast is not None or parts) and not compiler_is_off():
+            graphs = compiled_graphs(self.model)
+            sequences, padding = look_at_inputs(self.model, args, kwargs)
+            self.uncompiled = (
+                "observe is 'inside'" if self._inside
+                else "there is padding in the batch" if padding is not None
+                else graphs.uncompiled
+            )  # fmt: skip
+            if self.uncompiled is None:
+                known = self._sites, self._known
+                return Pass(graphs, fast, *known, sequences, failed=self._failed, arrived=arrived)
+        return Session(self.model, failed=self._failed, arrived=arrived, inside=self._inside, declared=self._declared)
+
     def _backward_ended(self) -> None:
         with self._lock:
-            if self._open is not None and len(self._open[1]) >= self.micro_batches:
+            if self._open is None:
+                return
+            for watched in self._open[1]:
+                if isinstance(watched, Pass):
+                    watched.send()
+            if len(self._open[1]) >= self.micro_batches:
                 self._close()
 
     def _close(self) -> None:
@@ -191,7 +221,7 @@ class Monitor:
         self._open = None
         for session in sessions:
             session.release()
-        tasks: list[Callable[[], object]] = [lambda: self.history.append(Sample(step, _merged(sessions)))]
+        tasks: list[Callable[[], object]] = [lambda: self.history.append(Sample(step, _summed_up(sessions)))]
         if callable(self._log):
             log = self._log
             tasks.append(lambda: log(self.to_scalars(), step))
@@ -235,7 +265,8 @@ def watch(
     On one call in `every`, the first included, each attention call inside is read: its Vitals per head, named by the
     path of the module. By default the model's own kernels run untouched, bit for bit, and the Reading is taken beside
     them; the calls between cost nothing that can be measured. A failure of ours becomes one warning and the call goes
-    through. A compiled model runs uncompiled on the sampled calls, since what a compiler fused cannot be looked into.
+    through. A compiled model is read inside its compiled graphs; where that cannot be, as with attention written out by
+    hand, its sampled calls run uncompiled, and `Monitor.uncompiled` says why.
 
     Args:
         model: any nn.Module; compiled or not. `torch.compile(model, fullgraph=True)` must come before `watch`.
@@ -280,29 +311,26 @@ def _enter_model(model: nn.Module, monitor: Monitor) -> Callable[[], None]:
     sampled: Any = torch.compiler.disable(monitor._sampled)  # noqa: SLF001
 
     def entry(forward: Callable[..., Any], eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        step, session = begin()
-        return forward(*args, **kwargs) if session is None else sampled(step, session, eager, args, kwargs)
+        step = begin()
+        if step is None:
+            return forward(*args, **kwargs)
+        return sampled(step, forward, eager, get_eval_frame_callback(), args, kwargs)
 
     # Its own frame is never compiled, but what it calls may be.
     entry = torch.compiler.disable(entry, recursive=False)
     compiled = model.__dict__.get("_compiled_call_impl")
     if compiled is not None:
         # Compiled in place: what is hung into its inside would be baked in, or ignored.
-        return _replace(model, "_compiled_call_impl", compiled, lambda *a, **k: entry(compiled, model._call_impl, a, k))  # noqa: SLF001
+        eager = model._call_impl  # noqa: SLF001
+        return replace_attribute(model, "_compiled_call_impl", lambda *a, **k: entry(compiled, eager, a, k))
     own = model.__dict__.get("forward")
     if own is not None:
-        return _replace(model, "forward", own, functools.wraps(own)(lambda *a, **k: entry(own, own, a, k)))
+        return replace_attribute(model, "forward", functools.wraps(own)(lambda *a, **k: entry(own, own, a, k)))
 
     def through(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return entry(forward, forward, args, kwargs) if module is model else forward(*args, **kwargs)
 
     return override(model, through)
-
-
-def _replace(model: nn.Module, name: str, was: Any, by: Any) -> Callable[[], None]:
-    """Set an attribute that is there already; returns what sets it back."""
-    setattr(model, name, by)
-    return lambda: setattr(model, name, was)
 
 
 def _once_after_backward(ended: Callable[[], None]) -> Callable[[], None]:
@@ -317,14 +345,44 @@ def _once_after_backward(ended: Callable[[], None]) -> Callable[[], None]:
     return arrived
 
 
-def _merged(sessions: Sequence[Session]) -> dict[str, Vitals]:
+def _merged(sessions: Sequence[Session | Pass]) -> dict[str, Vitals]:
     found: dict[str, Vitals] = {}
     for session in sessions:
-        for record in session.records:
-            vitals = record.vitals()
+        for vitals in session.vitals():
             path = vitals.site.path
             found[path] = found[path].merge(vitals) if path in found else vitals
     return found
+
+
+def _summed_up(sessions: Sequence[Session | Pass]) -> Mapping[str, Vitals]:
+    """The Vitals of a step; those of compiled passes when they are asked for, since they are still on their way."""
+    later = all(isinstance(session, Pass) for session in sessions)
+    return _Later(sessions) if later else _merged(sessions)
+
+
+class _Later(Mapping[str, Vitals]):
+    """Vitals that are not made before somebody looks at them."""
+
+    def __init__(self, sessions: Sequence[Session | Pass]) -> None:
+        self._sessions: Sequence[Session | Pass] | None = sessions
+        self._found: dict[str, Vitals] = {}
+
+    def _vitals(self) -> dict[str, Vitals]:
+        if self._sessions is not None:
+            self._found, self._sessions = _merged(self._sessions), None
+        return self._found
+
+    def __getitem__(self, path: str) -> Vitals:
+        return self._vitals()[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._vitals())
+
+    def __len__(self) -> int:
+        return len(self._vitals())
+
+    def __repr__(self) -> str:
+        return repr(self._vitals())
 
 
 def _append(path: Path, sample: Sample) -> None:

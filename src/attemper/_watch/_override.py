@@ -51,5 +51,19 @@ def override(module: nn.Module, around: Callable[..., Any]) -> Callable[[], None
     return undo
 
 
+def replace_attribute(module: nn.Module, name: str, by: Any) -> Callable[[], None]:
+    """Set an attribute that is there already; returns what sets it back."""
+    was = getattr(module, name)
+    setattr(module, name, by)
+    return lambda: setattr(module, name, was)
+
+
+def compiled_attribute(module: nn.Module) -> str | None:
+    """The attribute of a module that holds what torch.compile made of it; None where it made nothing."""
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        return "_compiled_call_impl"
+    return "forward" if hasattr(module.__dict__.get("forward"), "get_compiler_config") else None
+
+
 def is_override(kind: type) -> bool:
     return OVERRIDDEN in vars(kind)

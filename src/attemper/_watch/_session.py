@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.overrides import _pop_mode, _push_mode
 
-from .._vitals import Site
-from ._declared import Declared, declared_scale, said_by_caller
-from ._lineage import Lineage, origin, tensors
+from .._vitals import Site, Vitals
+from ._declared import Declared, said_by_caller
+from ._lineage import Lineage, origin
 from ._mode import Mode
 from ._modules import Heads, encoder_heads, is_opaque, is_torchs_own
-from ._override import eagerly, override
+from ._override import compiled_attribute, eagerly, override, replace_attribute
 from ._record import Record, weight_on
 from ._registry import wrap_registry
+from ._sites import LOOKS_LIKE_ATTENTION, ROOT, Sites, list_unseen, look_at_inputs
 
-ROOT = "(root)"
-"""The path of a call that the watched module itself makes."""
-
-LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
-PADDING_MASKS = {
-    "attention_mask": True,
-    "src_key_padding_mask": False,
-    "key_padding_mask": False,
-    "padding_mask": False,
-}
-"""What callers name a (batch, keys) mask, and whether its ones are what to keep."""
+Part: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
+"""Runs a compiled part of a model, with arguments and keywords."""
 
 
 class Session:
@@ -71,20 +61,25 @@ class Session:
         self.mode = Mode(self)
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._entered: set[str] = set()
+        self.entered: set[str] = set()
         self._heated: set[int] = set()
         self._waiting: list[Any] = []
+        self._calls_of_graphs: dict[str, int] = {}
         self._has_encoder = any(name.split(".")[-1] == "encoder" for name, _ in model.named_modules())
-        rotary = {getattr(m, "attention_scaling", None) for m in model.modules()}
-        self._rotary_factor = max((x for x in rotary if isinstance(x, float)), default=1.0)
+        self._sites = Sites(model, declared)
 
     # -- the forward pass -------------------------------------------------------------------------------------------
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `forward` of the model returns, looked at; uncompiled, since what a compiler fused cannot be seen."""
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], part: Part | None = None
+    ) -> Any:
+        """What `forward` of the model returns, looked at; uncompiled, since what a compiler fused cannot be seen.
+
+        With `part`, compiled parts of the model are left to that.
+        """
         with ExitStack() as undo:
             try:
-                self._prepare(undo, args, kwargs)
+                self._prepare(undo, args, kwargs, part)
             except Exception as error:
                 self.note("", error)
                 undo.close()
@@ -93,16 +88,38 @@ class Session:
                 result = self._opaque(ROOT, self.model, functools.partial(eagerly, forward), args, kwargs)
             else:
                 result = eagerly(forward, *args, **kwargs)
-        self._list_unseen()
+        if part is None:
+            self._list_unseen()
         return result
 
-    def _prepare(self, undo: ExitStack, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def interpret(self, graph: fx.GraphModule, place: Callable[[fx.Node], tuple[str, nn.Module]], inputs: Any) -> Any:
+        """What a graph returns, run node by node and looked at like a forward pass; `place` is where a node belongs."""
+        session = self
+
+        class Nodes(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                session._local.stack[1:] = [place(n)]
+                return super().run_node(n)
+
+        before = dict(self._local.__dict__)
+        self._local.stack = [(ROOT, self.model)]
+        self._local.calls = before.get("calls", self._calls_of_graphs)
+        try:
+            with self.mode:
+                return Nodes(graph).run(*inputs)
+        finally:
+            self._local.__dict__.clear()
+            self._local.__dict__.update(before)
+
+    def _prepare(self, undo: ExitStack, args: tuple[Any, ...], kwargs: dict[str, Any], part: Part | None) -> None:
         """Hang everything in; what takes it out again goes into `undo`."""
         self._look_at_inputs(args, kwargs)
-        for path, module in _outside_opaque(self.model):
+        for path, module in _outside_opaque(self.model, whole=part is None):
             if module is self.model:
                 continue  # it is running already
-            if is_opaque(module):
+            if part is not None and (name := compiled_attribute(module)) is not None:
+                undo.callback(replace_attribute(module, name, self._apart(part, getattr(module, name))))
+            elif is_opaque(module):
                 undo.callback(override(module, functools.partial(self._opaque, path)))
             elif not isinstance(module, torch.jit.ScriptModule):
                 for handle in self._hooks(path, module):
@@ -113,6 +130,15 @@ class Session:
         undo.callback(self.lineage.clear)
         undo.enter_context(self.mode)
 
+    def _apart(self, part: Part, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled part of the model, run by others; out of our mode, which the compiler would follow."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.mode.suspended():
+                return part(compiled, args, kwargs)
+
+        return run
+
     def _hooks(self, path: str, module: nn.Module) -> list[Any]:
         def before(module: nn.Module, _: Any) -> None:
             if not self.active:
@@ -122,7 +148,7 @@ class Session:
                 _push_mode(self.mode)
             self._local.stack.append((path, module))
             if LOOKS_LIKE_ATTENTION.search(type(module).__name__):
-                self._entered.add(path)
+                self.entered.add(path)
 
         def after(module: nn.Module, *_: Any) -> None:
             stack = getattr(self._local, "stack", None)
@@ -138,32 +164,10 @@ class Session:
         ]
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = [x for x in tensors(args, kwargs) if x.dim() and not x.is_nested]
-        self.sequences = given[0].shape[0] if given else 1
-        try:
-            named = inspect.signature(self.model.forward).bind_partial(*args, **kwargs).arguments
-            named = {**named, **kwargs}
-        except (TypeError, ValueError):
-            named = kwargs
-        for name, keeps in PADDING_MASKS.items():
-            mask = named.get(name)
-            if isinstance(mask, Tensor) and mask.dim() == 2 and (keeps or mask.dtype == torch.bool):
-                padding = mask == 0 if keeps else mask
-                self.padding = padding if bool(padding.any()) else None
-                return
+        self.sequences, self.padding = look_at_inputs(self.model, args, kwargs)
 
     def _list_unseen(self) -> None:
-        seen = [record.site.path for record in self.records]
-        silent = [
-            path
-            for path in sorted(self._entered)
-            if not any(_within(other, path) for other in seen)
-            and not any(_within(other, path) for other in self.unseen)
-        ]
-        for path in silent:
-            # The innermost says it; a container of it would only say it again.
-            if not any(other != path and _within(other, path) for other in silent):
-                self.unseen[path] = "it is called attention, but nothing was seen that looks like a softmax over scores"
+        self.unseen |= list_unseen(self.entered, self.paths, self.unseen)
 
     # -- what was seen ----------------------------------------------------------------------------------------------
 
@@ -192,6 +196,15 @@ class Session:
         if self.wanted is not None:
             self.wanted.append(tensor)
 
+    @property
+    def paths(self) -> list[str]:
+        """Of the calls that were read."""
+        return [record.site.path for record in self.records]
+
+    def vitals(self) -> list[Vitals]:
+        """Of each call, with as much as the backward pass has given so far."""
+        return [record.vitals() for record in self.records]
+
     def release(self) -> None:
         """Wait no longer: a hook that never fires would keep its tensor alive."""
         for hook in self._waiting:
@@ -205,55 +218,11 @@ class Session:
         count = calls[path] = calls.get(path, 0) + 1
         return path if count == 1 else f"{path}#{count}"
 
-    def site(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        kind: str,
-        scale: float | tuple[float, ...],
-        scale_argument: float | tuple[float, ...] | None,
-        product_scale: float | tuple[float, ...],
-        traced: Sequence[Tensor] | None = None,
-        **more: Any,
-    ) -> Site:
+    def site(self, q: Tensor, k: Tensor, *, traced: Sequence[Tensor] | None = None, **more: Any) -> Site:
         """Where and how: q (batch, heads, queries, head_dim) and k; `traced` are the tensors whose origin is known."""
         path, module = self.place
         of_q, of_k = (origin(self.lineage, x) for x in traced or (q, k))
-        head_dim = q.shape[-1]
-        factor: float | None = None
-        normalised = any(o is not None and o.normalised for o in (of_q, of_k))
-        unknown = of_k is not None and of_k.normalised and of_k.factor is None
-        if of_q is not None and of_q.factor is not None and not unknown:
-            # Keys out of a cache were not seen being made; they were made like those that were.
-            factor = of_q.factor * (of_k.factor if of_k is not None and of_k.factor is not None else 1.0)
-        effective: Any = None
-        if factor is not None:
-            effective = tuple(s * factor for s in scale) if isinstance(scale, tuple) else scale * factor
-        width = head_dim if of_q is None or of_q.width is None else min(of_q.width, head_dim)
-        said = said_by_caller(self.declared, path)
-        declared = (said, "the caller") if said is not None else None
-        declared = declared or declared_scale(_config(self.model, path), path, module, width, self._rotary_factor)
-        model_dim = None if of_q is None else of_q.model_dim
-        return Site(
-            path=self.name_call(path),
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            head_dim=head_dim,
-            model_dim=model_dim,
-            scale_argument=scale_argument,
-            effective_scale=effective,
-            declared_scale=None if declared is None else declared[0],
-            declared_by=None if declared is None else declared[1],
-            projection_factor=factor,
-            projected_head_dim=width,
-            qk_norm=normalised,
-            product_scale=product_scale,
-            dtype=str(q.dtype).removeprefix("torch."),
-            training=module.training,
-            kind=kind,
-            **more,
-        )
+        return self._sites.site(path, module, q, k, of_q, of_k, named=self.name_call(path), **more)
 
     def look_at_padding(self, record: Record, q: Tensor, k: Tensor, mask: Tensor | None, options: Any) -> None:
         padding = self.padding_of(record.site, q.shape[0], q.shape[2], k.shape[2])
@@ -297,7 +266,7 @@ class Session:
             path = f"{path}.self_attn" if path != ROOT else "self_attn"
         else:
             return
-        self._entered.discard(path)
+        self.entered.discard(path)
         said = said_by_caller(self.declared, path)
         by = None if said is None else "the caller"
         record = heads.record(self.name_call(path), declared_scale=said, declared_by=by)
@@ -331,26 +300,11 @@ class Session:
                     part.copy_(was)
 
 
-def _within(path: str, parent: str) -> bool:
-    return parent == ROOT or path.split("#")[0] == parent or path.startswith(f"{parent}.")
+def _outside_opaque(model: nn.Module, *, whole: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Every module with its path, of torch's own attention modules only those whose forward is to be overridden.
 
-
-def _config(model: nn.Module, path: str) -> Any:
-    """The configuration of the nearest module around a path that has one."""
-    parts = [] if path == ROOT else path.split("#")[0].split(".")
-    for stop in range(len(parts), -1, -1):
-        try:
-            module = model.get_submodule(".".join(parts[:stop]))
-        except AttributeError:
-            continue
-        config = getattr(module, "config", None)
-        if config is not None:
-            return config
-    return None
-
-
-def _outside_opaque(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its path, of torch's own attention modules only those whose forward is to be overridden."""
+    Unless `whole`, nothing inside a compiled part.
+    """
     seen: set[int] = set()
 
     def walk(path: str, module: nn.Module, inside: bool) -> Iterator[tuple[str, nn.Module]]:
@@ -359,9 +313,11 @@ def _outside_opaque(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.
         seen.add(id(module))
         if not inside or is_opaque(module):
             yield path or ROOT, module
+        if not whole and module is not model and compiled_attribute(module) is not None:
+            return
         for name, child in module.named_children():
             prefix = "" if name == "_orig_mod" else name
             below = ".".join(part for part in (path, prefix) if part)
             yield from walk(below, child, inside or is_opaque(module))
 
-    yield from walk(path, model, False)
+    yield from walk("", model, False)

@@ -13,9 +13,9 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads",
 class Four:
     """The operands of a call with a batch and a heads axis."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, mask: Tensor | None, module: nn.Module) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, mask: Tensor | None, heads: int | None) -> None:
+        """`heads` of the module, so far as it says."""
         self.mask = mask
-        heads = head_count(module)
         self.q, self.k, self.v, self.output = (
             x if x.dim() == 4 else x.reshape(four_axes(tuple(x.shape), heads)) for x in (q, k, v, output)
         )

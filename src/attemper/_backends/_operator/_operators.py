@@ -2,6 +2,7 @@
 
     attemper::tiles           the output and every field of the Reading
     attemper::tiles_backward  the gradients of all floating operands
+    attemper::flow            the gradient flow of a call that somebody else computes and differentiates
 
 Operands have one batch axis: q (batch, heads, queries, head_dim); k and v with the key heads; the mask with every axis
 full or 1; bounds (batch or 1, queries), or a band in two numbers; scale and sinks (batch or 1, heads or 1). The last
@@ -151,6 +152,41 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     mask = call.mask if bias_too else None
     operands = (laid_out(x) for x in (call.q, call.k, call.v))
     return *operands, like(mask), like(call.scale), like(call.sinks)
+
+
+@torch.library.custom_op(
+    "attemper::flow",
+    mutates_args=(),
+    schema=f"({_OPERANDS}, Tensor? output, Tensor max_logit, Tensor largest_weight, Tensor logsumexp, Tensor grad, "
+    "str road) -> Tensor",
+)
+def flow(*arguments: Any) -> Tensor:
+    """The gradient flow of each row, (batch, heads, queries), when `grad` arrives at the output.
+
+    Without an output, as where the call that was made drops weights, it is computed too.
+    """
+    output, max_logit, largest_weight, logsumexp, grad, road = arguments[OPERANDS:]
+    call = Call(*arguments[:OPERANDS])
+    module = implementation(road)
+    with plainly(call.q):
+        if output is None:
+            output, found = module.forward(call, frozenset(("wide_output",)), apart=True)
+            output = found.get("wide_output", output)
+        waiting = torch.zeros(1 + 2 * logsumexp.numel(), dtype=call.wide, device=call.q.device)
+        nothing = torch.empty(0, dtype=call.wide, device=call.q.device)
+        saved = Saved(output, max_logit, largest_weight, logsumexp, nothing, nothing, waiting)
+        alone = getattr(module, "flow", None)
+        measured = None if alone is None else alone(call, saved, grad)
+        if measured is not None:
+            return cast(Tensor, measured)
+        module.backward(call, saved, Upstream(grad, None, None, None, None), bias_too=False, flow_too=True)
+        return waiting[1:].reshape(2, *logsumexp.shape)[0].clone()
+
+
+@flow.register_fake
+def _(*arguments: Any) -> Tensor:
+    call = Call(*arguments[:OPERANDS])
+    return torch.empty(call.q.shape[:-1], dtype=call.wide, device=call.q.device)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

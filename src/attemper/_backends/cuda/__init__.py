@@ -69,3 +69,10 @@ def backward(call: Any, saved: Any, upstream: Any, *, bias_too: bool, flow_too: 
     from ._launch import backward
 
     return backward(call, saved, upstream, bias_too=bias_too, flow_too=flow_too)
+
+
+def flow(call: Any, saved: Any, grad: Any) -> Any:
+    """The gradient flow of a plain call without its gradients; None where it needs them."""
+    from ._launch import flow
+
+    return flow(call, saved, grad)

@@ -353,6 +353,17 @@ def _by_cudnn(call: Call, saved: Saved, grad: Tensor, *, flow_too: bool) -> tupl
     return *found, q.new_empty(0), torch.zeros_like(call.scale), q.new_empty(0)
 
 
+def flow(call: Call, saved: Saved, grad: Tensor) -> Tensor | None:
+    """The gradient flow of a call of which nobody wants the gradients; None where only they tell."""
+    if not _cudnn.takes(call):
+        return None
+    pull, found = (torch.empty(call.q.shape[:-1], dtype=call.wide, device=call.q.device) for _ in range(2))
+    with _on(call.q.device):
+        _dots(call, grad, saved.output, pull)
+        _flow(call, saved, grad, pull, found)
+    return found
+
+
 def _dots(call: Call, left: Tensor, right: Tensor, found: Tensor) -> None:
     """The products of rows of two matrices, each (batch, heads, queries, x)."""
     batch, heads, queries, depth = left.shape

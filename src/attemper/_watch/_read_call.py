@@ -1,0 +1,110 @@
+"""A fused call in a compiled graph, read beside it; what the backward pass adds leaves as the gradient of a probe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .._attend import gradient_flow_beside, read
+from .._reading import AFTER_BACKWARD, MEASURED, Reading
+from ._record import HIDING, unwatched
+from ._shapes import Four, four_axes, shaped
+from ._sums import sum_flow, sum_pressure, sum_rows
+
+STATS = tuple(name for name in MEASURED if name not in (*AFTER_BACKWARD, "output_norm"))
+
+
+class ReadCall(nn.Module):
+    """A fused call, left as it is, and what its rows sum up to."""
+
+    def __init__(self, heads: int | None, entries: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.entries = entries
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        pressure_probe: Tensor | None = None,
+        flow_probe: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """The output, and the table of `sum_rows`; the gradients of the probes are those of the backward pass."""
+        q = query
+        if pressure_probe is not None:
+            q = _Pressure.apply(query, pressure_probe, self)  # type: ignore[no-untyped-call]
+        output = functional.scaled_dot_product_attention(q, key, value, attn_mask, dropout_p, is_causal, **options)
+        with torch.no_grad(), unwatched():
+            # In the type in which it was computed, which autocast may have chosen.
+            q, k, v = (x.detach().to(output.dtype) for x in (query, key, value))
+            call = Four(q, k, v, output.detach(), _hidden(attn_mask), self.heads)
+            enable_gqa = call.q.shape[1] != call.k.shape[1]
+            options = {"is_causal": is_causal, "scale": options.get("scale"), "enable_gqa": enable_gqa}
+            reading = read(call.q, call.k, attn_mask=call.mask, stats=STATS, **options)
+            norm = torch.linalg.vector_norm(call.output.float(), dim=-1)
+            odd: Any = reading.nonfinite
+            table = sum_rows(replace(reading, output_norm=norm, nonfinite=odd | ~torch.isfinite(norm)))
+        if flow_probe is not None:
+            output = _Flow.apply(output, flow_probe, call, reading, options, bool(dropout_p))  # type: ignore[no-untyped-call]
+        return output, table
+
+
+def _hidden(mask: Tensor | None) -> Tensor | None:
+    """A mask in which what a model means to hide is hidden."""
+    if mask is None or not mask.is_floating_point():
+        return mask
+    return mask.detach().masked_fill(mask.detach() <= HIDING, -torch.inf)
+
+
+class _Pressure(torch.autograd.Function):
+    """q as it is; of its gradient the pressure becomes the gradient of the probe."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, probe: Tensor, call: ReadCall) -> Tensor:  # noqa: ARG004
+        ctx.save_for_backward(query)
+        ctx.call = call
+        return query.view_as(query)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (query,) = ctx.saved_tensors
+        shape = four_axes(tuple(query.shape), ctx.call.heads)
+        return grad, sum_pressure(query.reshape(shape), grad.reshape(shape), ctx.call.entries), None
+
+
+class _Flow(torch.autograd.Function):
+    """The output as it is; from what arrives at it the gradient flow becomes the gradient of the probe."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        probe: Tensor,  # noqa: ARG004
+        call: Four,
+        reading: Reading,
+        options: dict[str, Any],
+        dropped: bool,
+    ) -> Tensor:
+        own = None if dropped else call.output
+        row = (reading.visible_keys, reading.max_logit, reading.largest_weight, reading.logsumexp)
+        ctx.save_for_backward(call.q, call.k, call.v, own, call.mask, *row)
+        ctx.options = options
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, output, mask, visible, max_logit, largest_weight, logsumexp = ctx.saved_tensors
+        reading = Reading(backend="beside", max_logit=max_logit, largest_weight=largest_weight, logsumexp=logsumexp)
+        arriving = shaped(q, grad)
+        flow = gradient_flow_beside(q, k, v, output, arriving, reading, attn_mask=mask, **ctx.options)
+        return grad, sum_flow(flow, visible), None, None, None, None
