@@ -58,15 +58,11 @@ def tiling(call: Call, depth: int, rows: int, measure: int) -> Tiling:
     if depth > 128:
         return Tiling(64, 32, 4, 2)
     room = _shared_memory(call.q.device)
-    if measure < 2:
-        tile = Tiling(128, 64, 8, 3 if depth <= 64 else 2)
-        size = (tile.rows + 2 * tile.stages * tile.keys) * depth * 2 + 1024
-        return tile._replace(registers=128) if 2 * size <= room else tile
     if depth <= 64:
-        return Tiling(128, 64, 4, 3)
-    # Of 193, 225 or 97 KiB.
-    stages = 2 if worthwhile(call) else 3
-    return Tiling(128, 128, 8, stages) if room >= 227 * 1024 else Tiling(128, 64, 8, 2)
+        # Of 65 KiB: two blocks of the first kind share a processor.
+        return Tiling(128, 64, 8, 3, 128 if room >= 130 * 1024 else None) if measure < 2 else Tiling(128, 64, 4, 3)
+    # Of 161 or 97 KiB. With fewer registers than these take, the compiler waits for each product.
+    return Tiling(128, 128, 8, 2) if room >= 227 * 1024 else Tiling(128, 64, 8, 2)
 
 
 @cache
