@@ -217,15 +217,25 @@ def seen_of_tile(start, rows, BN: tl.constexpr):
 
 
 @triton.jit
+def tile_of(
+    matrix, copy, start, rows, head, keys, depth, BN: tl.constexpr, D: tl.constexpr, COPIED: tl.constexpr,
+    END: tl.constexpr,
+):  # fmt: skip
+    """Rows of k or v, at an END perhaps beyond the last."""
+    if COPIED:
+        return copy.load([rows.batch, head, start, 0]).reshape([BN, D])
+    elif END:
+        return load_keys(matrix, rows.batch, head, start, keys, depth, BN, D)
+    else:
+        return load_tile(matrix, rows.batch, head, start, depth, BN, D)
+
+
+@triton.jit
 def look(start, top, total, q, k, k_copy, k_head, rows, factor, sizes, kind: tl.constexpr):
     """The largest score and the sum of scores of each row, with those of one tile more."""
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
-    D: tl.constexpr = kind.depth
-    if kind.copied:
-        own = k_copy.load([rows.batch, k_head, start, 0]).reshape([BN, D])
-    else:
-        own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
+    own = tile_of(k, k_copy, start, rows, k_head, sizes.keys, sizes.depth, BN, kind.depth, kind.copied, True)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind) * factor[:, None]
     seen = seen_of_tile(start, rows, BN)
     top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), 1))
@@ -246,14 +256,7 @@ def add_tile(
     """
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
-    D: tl.constexpr = kind.depth
-    DV: tl.constexpr = kind.value_depth
-    if kind.copied:
-        own = k_copy.load([rows.batch, k_head, start, 0]).reshape([BN, D])
-    elif END:
-        own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
-    else:
-        own = load_tile(k, rows.batch, k_head, start, sizes.depth, BN, D)
+    own = tile_of(k, k_copy, start, rows, k_head, sizes.keys, sizes.depth, BN, kind.depth, kind.copied, END)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
     seen = seen_of_tile(start, rows, BN)
     apart = scores * factor[:, None] - state.maximum[:, None]
@@ -276,12 +279,9 @@ def add_tile(
         spread += tl.sum(off * off, 1)
     weighted = state.weighted
     if kind.valued:
-        if kind.copied:
-            values = v_copy.load([rows.batch, k_head, start, 0]).reshape([BN, DV])
-        elif END:
-            values = load_keys(v, rows.batch, k_head, start, sizes.keys, sizes.value_depth, BN, DV)
-        else:
-            values = load_tile(v, rows.batch, k_head, start, sizes.value_depth, BN, DV)
+        values = tile_of(
+            v, v_copy, start, rows, k_head, sizes.keys, sizes.value_depth, BN, kind.value_depth, kind.copied, END
+        )
         weighted = product(power.to(values.dtype), values, weighted, kind)
     return State(
         state.maximum, state.total + tl.sum(power, 1), tilt, squares, state.count, state.mean, spread, highest,

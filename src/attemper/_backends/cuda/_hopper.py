@@ -300,11 +300,12 @@ def _send_queries(
 
 @gluon.jit
 def _producer(
-    common, post, inputs, grams, counter,
+    supply,
     CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
     VALUES: gl.constexpr, GRADIENT: gl.constexpr, AHEAD: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
     """With AHEAD consumers begin one item too many; with GRAMS an item begins with the parts of a Gram matrix."""
+    common, post, inputs, grams, counter = supply
     _, _, _, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     ratio = shape[1]
@@ -530,10 +531,11 @@ def _opening(s):
 
 @gluon.jit
 def _consumer(
-    common, post, turns, grams, results,
+    given,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
+    common, post, turns, grams, results = given
     _, limits, sizes, shape, choices, buffers, barriers = common
     o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr = results
     queries, keys = sizes
@@ -831,37 +833,15 @@ def _kernel(
     inputs = (q_desc, k_desc, v_desc, q_desc, q_tiles)
     grams = (grams_desc, key_sums_ptr, granule, granules)
     results = (o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr)
+    given = (common, post, turns, grams, results)
+    supply = (common, post, inputs, grams, counter)
     # A variable would make tensors of the constants.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (common, post, turns, grams, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
-                ),
-                (
-                    _consumer,
-                    (common, post, turns, grams, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
-                ),
-                (
-                    _producer,
-                    (
-                        common,
-                        post,
-                        inputs,
-                        grams,
-                        counter,
-                        CONSUMERS,
-                        D,
-                        N,
-                        STAGES,
-                        BOUNDED,
-                        VALUES,
-                        False,
-                        True,
-                        GRAMS,
-                    ),
-                ),
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
+                (_producer, (supply, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -869,37 +849,10 @@ def _kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _consumer,
-                    (common, post, turns, grams, results, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
-                ),
-                (
-                    _consumer,
-                    (common, post, turns, grams, results, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
-                ),
-                (
-                    _consumer,
-                    (common, post, turns, grams, results, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS),
-                ),
-                (
-                    _producer,
-                    (
-                        common,
-                        post,
-                        inputs,
-                        grams,
-                        counter,
-                        CONSUMERS,
-                        D,
-                        N,
-                        STAGES,
-                        BOUNDED,
-                        VALUES,
-                        False,
-                        True,
-                        GRAMS,
-                    ),
-                ),
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
+                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
+                (_producer, (supply, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],

@@ -47,10 +47,11 @@ _SCALES = (2.0**-20, 2.0**19)
 
 @gluon.jit
 def _consumer(
-    common, post, rows_in, flow_ptr, g_tiles,
+    given,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):  # fmt: skip
+    common, post, rows_in, flow_ptr, g_tiles = given
     _, limits, sizes, shape, choices, buffers, barriers = common
     mail, mail_full, mail_empty = post
     max_ptr, peak_ptr, pull_ptr = rows_in
@@ -170,14 +171,13 @@ def _kernel(
     rows_in = (max_ptr, peak_ptr, pull_ptr)
     # There are none.
     grams = (q_desc, scale_ptr, 1, 0)
+    given = (common, post, rows_in, flow_ptr, g_tiles)
+    supply = (common, post, inputs, grams, counter)
     gl.warp_specialize(
         [
-            (_consumer, (common, post, rows_in, flow_ptr, g_tiles, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
-            (_consumer, (common, post, rows_in, flow_ptr, g_tiles, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-            (
-                _producer,
-                (common, post, inputs, grams, counter, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False, False),
-            ),
+            (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
+            (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
+            (_producer, (supply, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False, False)),
         ],
         [4, 1],
         [240, 24],
