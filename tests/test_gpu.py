@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attemper import attend, read
+from attemper import attend, read, watch
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA GPU here", allow_module_level=True)
@@ -185,3 +185,36 @@ def test_read_says_what_attend_says():
     one, other = read(q, k, is_causal=True), attend(q, k, v, is_causal=True).reading
     for name in FIELDS:
         torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-5)
+
+
+class Attention(torch.nn.Module):
+    """Four heads of 64."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(256, 768), torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_a_compiled_model_is_read_compiled():
+    model = torch.nn.Sequential(Attention(), Attention()).to("cuda", torch.bfloat16)
+    x = draw(2, 300, 256)
+    with watch(model, every=1) as eager:
+        model(x).float().square().mean().backward()
+    fast = torch.compile(model)
+    with watch(fast, every=1) as compiled:
+        for _ in range(2):
+            fast(x).float().square().mean().backward()
+    assert compiled.uncompiled is None
+    assert list(compiled.vitals) == list(eager.vitals) == ["0", "1"]
+    for path, wanted in eager.vitals.items():
+        for name in ("entropy", "max_logit", "score_std", "gradient_flow", "pressure"):
+            one, other = getattr(compiled.vitals[path], name), getattr(wanted, name)
+            size = abs(other).max()
+            assert size > 0
+            assert abs(one - other).max() < 5e-2 * size, name
