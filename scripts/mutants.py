@@ -30,7 +30,7 @@ LEFT_OUT = {
     *map("test_torch_{}.py".format, ("dropin", "gradients", "compile", "operator")),
     *map("test_watch{}.py".format, ("", "_compile", "_lineage", "_models", "_modules", "_monitor", "_own")),
     *map("test_{}.py".format, ("check", "cli", "cli_lab", "cli_trace", "diagnose", "models", "nn", "report", "zoo")),
-    *map("test_{}.py".format, ("cpu", "simd", "cuda", "cli_doctor_bench")),
+    *map("test_{}.py".format, ("cpu", "simd", "cuda", "hopper", "gpu", "cli_doctor_bench")),
     *map("test_{}.py".format, ("lab", "lab_a", "lab_claims", "lab_training", "report_lab", "walk")),
 }  # slow, or not about what the code computes
 WORKERS = 2
