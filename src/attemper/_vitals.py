@@ -200,6 +200,8 @@ class Vitals:
             "rows_with_one_key": (taken & (visible == 1)).sum(axis=(0, 2)),
         }
         weights: dict[str, PerHead] = {}
+        deciding = taken & (visible > 1)
+        many_deciding = deciding.sum(axis=(0, 2))
         for name, merge in _MERGES.items():
             if name in values or merge == "pairwise":
                 continue
@@ -215,11 +217,11 @@ class Vitals:
             elif merge == "min":
                 values[name] = np.fmin.reduce(np.where(among, column, np.nan), axis=(0, 2), initial=np.inf)
             elif merge == "mean over rows":
-                counted = np.isfinite(column) & among
-                if column.shape == visible.shape:
-                    counted &= visible > 1
-                weights[name] = counted.sum(axis=(0, 2))
-                values[name] = _divide(np.where(counted, column, 0).sum(axis=(0, 2)), weights[name])
+                counted, weights[name] = deciding, many_deciding
+                if column.shape != visible.shape or not np.isfinite(column).all():
+                    counted = np.isfinite(column) & (deciding if column.shape == visible.shape else among)
+                    weights[name] = counted.sum(axis=(0, 2))
+                values[name] = _divide(column.sum(axis=(0, 2), where=counted), weights[name])
             else:
                 per_sequence = np.where(among, column, 0).sum(axis=2)
                 if name == "total_pressure":

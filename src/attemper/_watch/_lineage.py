@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -484,13 +485,18 @@ def _norms(x: Tensor, dim: int | None) -> Tensor:
     return norms
 
 
+def _in_order(x: Tensor) -> Tensor:
+    """From the smallest on; on a CPU by NumPy, which is several times as fast."""
+    return torch.from_numpy(np.sort(x.numpy())) if x.device.type == "cpu" else x.sort().values
+
+
 def _alike(x: Tensor, source: Tensor) -> bool:
     """Whether every head of every token was multiplied by the same number, so far as the norms tell."""
     width = x.shape[-1]
     if source.is_complex() or source.shape[-1] % width:
         return True
-    mine = _norms(x, -1).flatten().sort().values
-    theirs = _norms(source.reshape(-1, width), -1).sort().values
+    mine = _in_order(_norms(x, -1).flatten())
+    theirs = _in_order(_norms(source.reshape(-1, width), -1))
     if mine.numel() % theirs.numel():
         return True
     theirs = theirs.repeat_interleave(mine.numel() // theirs.numel())
