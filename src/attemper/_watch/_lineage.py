@@ -456,11 +456,14 @@ def origin_of(tag: Any, x: Tensor) -> Origin | None:
     if abs(share - round(share)) > 1e-6:
         # Some of it was repeated and some was not.
         return Origin(None, width, tag.normalised, model_dim)
-    energy = share * sum((_norm(source.tensor) / source.factor) ** 2 for source in tag.sources)
-    mine = _norm(x)
+    # What lies beyond the width is 0.
+    rows = _norms(x[..., :width], -1).flatten()
+    theirs = [_norms_of_source(source.tensor, width) for source in tag.sources]
+    energy = share * sum((_norm(norms) / source.factor) ** 2 for norms, source in zip(theirs, tag.sources, strict=True))
+    mine = _norm(rows)
     if not (0 < energy < math.inf and 0 < mine < math.inf):
         return Origin(None, width, tag.normalised, model_dim)
-    if len(tag.sources) == 1 and not _alike(x[..., :width], tag.sources[0].tensor):
+    if len(theirs) == 1 and theirs[0] is not tag.sources[0].tensor and not _alike(rows, theirs[0]):
         return Origin(None, width, True, model_dim)
     factor = mine / math.sqrt(energy)
     if tag.normalised and _is_cosine(x, factor):
@@ -490,13 +493,16 @@ def _in_order(x: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(x.numpy())) if x.device.type == "cpu" else x.sort().values
 
 
-def _alike(x: Tensor, source: Tensor) -> bool:
-    """Whether every head of every token was multiplied by the same number, so far as the norms tell."""
-    width = x.shape[-1]
+def _norms_of_source(source: Tensor, width: int) -> Tensor:
+    """Of its rows of some width; itself where it has none."""
     if source.is_complex() or source.shape[-1] % width:
-        return True
-    mine = _in_order(_norms(x, -1).flatten())
-    theirs = _in_order(_norms(source.reshape(-1, width), -1))
+        return source
+    return _norms(source.reshape(-1, width), -1)
+
+
+def _alike(mine: Tensor, theirs: Tensor) -> bool:
+    """Whether every head of every token was multiplied by the same number, so far as these norms tell."""
+    mine, theirs = _in_order(mine), _in_order(theirs)
     if mine.numel() % theirs.numel():
         return True
     theirs = theirs.repeat_interleave(mine.numel() // theirs.numel())
