@@ -201,7 +201,6 @@ class Vitals:
         }
         weights: dict[str, PerHead] = {}
         deciding = taken & (visible > 1)
-        many_deciding = deciding.sum(axis=(0, 2))
         for name, merge in _MERGES.items():
             if name in values or merge == "pairwise":
                 continue
@@ -217,10 +216,11 @@ class Vitals:
             elif merge == "min":
                 values[name] = np.fmin.reduce(np.where(among, column, np.nan), axis=(0, 2), initial=np.inf)
             elif merge == "mean over rows":
-                counted, weights[name] = deciding, many_deciding
-                if column.shape != visible.shape or not np.isfinite(column).all():
-                    counted = np.isfinite(column) & (deciding if column.shape == visible.shape else among)
-                    weights[name] = counted.sum(axis=(0, 2))
+                finite = np.isfinite(column)
+                counted = deciding if column.shape == visible.shape else among
+                if not finite.all():
+                    counted = counted & finite
+                weights[name] = counted.sum(axis=(0, 2))
                 values[name] = _divide(column.sum(axis=(0, 2), where=counted), weights[name])
             else:
                 per_sequence = np.where(among, column, 0).sum(axis=2)
@@ -364,7 +364,7 @@ _MERGES = {f.name: str(f.metadata["merge"]) for f in fields(Vitals) if "merge" i
 
 
 def field_table() -> list[tuple[str, str, str]]:
-    """(field, meaning, merge) for the documentation."""
+    """(field, meaning, merge) of each."""
     return [(f.name, f.metadata["meaning"], f.metadata["merge"]) for f in fields(Vitals) if f.name in _MERGES]
 
 

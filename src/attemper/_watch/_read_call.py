@@ -60,7 +60,7 @@ class ReadCall(nn.Module):
 
 
 def _hidden(mask: Tensor | None) -> Tensor | None:
-    """A mask in which what a model means to hide is hidden."""
+    """As `hide_minima`, but without asking whether there are any, at which a graph would break."""
     if mask is None or not mask.is_floating_point():
         return mask
     return mask.detach().masked_fill(mask.detach() <= HIDING, -torch.inf)

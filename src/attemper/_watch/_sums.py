@@ -13,26 +13,12 @@ import torch
 from torch import Tensor
 
 from .._reading import Reading
-from .._vitals import Site, Vitals
+from .._vitals import Site, Vitals, field_table
 
-COUNTS = ("rows", "rows_without_keys", "rows_with_one_key", "nonfinite")
-GREATEST = ("max_logit", "max_qk")
-MEANS = (
-    "logsumexp",
-    "expected_score",
-    "entropy",
-    "normalized_entropy",
-    "largest_weight",
-    "collision",
-    "effective_keys",
-    "flow",
-    "score_mean",
-    "score_std",
-    "visible_keys",
-    "first_key_weight",
-    "sink_mass",
-    "output_norm",
-)
+_MERGED = {merge: tuple(name for name, _, how in field_table() if how == merge) for _, _, merge in field_table()}
+COUNTS = _MERGED["sum"]
+GREATEST = _MERGED["max"]
+MEANS = tuple(name for name in _MERGED["mean over rows"] if name not in ("gradient_flow", "padding_weight"))
 OF_FLOW = 2
 OF_PRESSURE = 3
 """Lines in what is measured of a backward pass."""

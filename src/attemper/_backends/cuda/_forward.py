@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ._gram import PARTS as PARTS_OF_GRAM
+from ._gram import PARTS as GRAM_PARTS
 from ._tile import (
     BIAS,
     LN2,
@@ -42,7 +42,6 @@ MOMENTS: tl.constexpr = tl.constexpr(2)
 FAR_MEAN: tl.constexpr = tl.constexpr(2.0**8)
 """Squared distance of a mean from what its sums were taken about, in variances, up to which enough digits are left."""
 TINY: tl.constexpr = tl.constexpr(2.0**-12)
-GRAM_PARTS: tl.constexpr = PARTS_OF_GRAM
 
 
 class State(NamedTuple):
@@ -350,9 +349,9 @@ def close(state, count, kind: tl.constexpr):
 
 @triton.jit
 def finish(
-    state, doubtful, rows, sizes, sinks, out, wide, fields, mark, block, kind: tl.constexpr, CAREFUL: tl.constexpr
+    state, rows, sizes, sinks, out, wide, fields, mark, block, kind: tl.constexpr, CAREFUL: tl.constexpr
 ):  # fmt: skip
-    """Write the output and the fields of the Reading; mark the block if one of them is not finite, or doubtful."""
+    """Write the output and the fields of the Reading; mark the block if one of them is not finite."""
     DV: tl.constexpr = kind.value_depth
     seen, there = state.count > 0, rows.there
     row = place_of_rows(rows, sizes)
@@ -416,7 +415,7 @@ def finish(
         sound = sound & (tl.abs(state.mean) < float("inf"))
         tl.store(fields.nonfinite + row, tl.where(seen & (sound == 0), 1, 0).to(tl.int64), mask=there)
     if not CAREFUL:
-        tl.store(mark + block, tl.max(tl.where(there & seen & ((sound == 0) | doubtful), 1, 0), 0))
+        tl.store(mark + block, tl.max(tl.where(there & seen & (sound == 0), 1, 0), 0))
 
 
 @triton.jit
@@ -472,7 +471,6 @@ def forward_kernel(
         least, most = tl.maximum(least, split * share), tl.minimum(most, (split + 1) * share)
     least = least // BN * BN
     state = fresh(kind.rows, kind.value_depth)
-    doubtful = rows.there & (sizes.keys < 0)
     if kind.softcap or kind.mask != NO_MASK or kind.dropout:
         for start in tl.range(least, most, BN):
             state = visit(
@@ -531,13 +529,18 @@ def forward_kernel(
         if kind.measure >= MOMENTS:
             state = opened(state, own, k, k_head, rows, known.factor, sizes)
         if kind.summed:
-            # Sums about 0 keep too few digits of a spread that is small beside the mean.
+            # Sums about 0 keep too few digits of a spread that is small beside the mean: such a block is marked.
             far_mean = sum_of_scores / tl.maximum(many, 1.0)
             doubtful = far_mean * far_mean * many > FAR_MEAN * state.spread + TINY * many
+            state = State(
+                state.maximum, state.total, state.tilt, state.squares, state.count,
+                tl.where(doubtful, float("nan"), state.mean), state.spread, state.highest, state.opening,
+                state.opening_score, state.weighted, state.awry, state.moved,
+            )  # fmt: skip
     if kind.split:
         leave(state, partial, block, split, sizes, kind)
     else:
-        finish(state, doubtful, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
+        finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
 
 
 @triton.jit
@@ -562,8 +565,7 @@ def careful_kernel(
                     state, start, own, k, v, head // sizes.group, rows, known, masked, dropped, softcap, sizes, kind,
                     True,
                 )  # fmt: skip
-            nothing = rows.there & (sizes.keys < 0)
-            finish(state, nothing, rows, sizes, sinks, out, wide, fields, mark, block, kind, True)
+            finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, True)
 
 
 PARTS: tl.constexpr = tl.constexpr(10)
@@ -629,8 +631,7 @@ def merge_kernel(
             best, state.total * keep + total * take, tilt, squares, state.count + here, mean, spread, highest,
             tl.minimum(state.opening, where), opening_score, weighted, state.awry, state.moved,
         )  # fmt: skip
-    nothing = rows.there & (sizes.keys < 0)
-    finish(state, nothing, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
+    finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
 
 
 @triton.jit
