@@ -17,8 +17,7 @@ and max p.
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,21 +30,42 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .._operator import COUNTS
-from ._gram import PARTS, grams, worthwhile
-from ._ready import copyable, launch, strides_of
+from ._gram import grams, worthwhile
+from ._hopper_supply import (
+    _BAND,
+    _DTYPES,
+    _FIRST_PER_BATCH,
+    _HIDDEN,
+    _LETTER,
+    _M,
+    _PARTS,
+    _STOP_PER_BATCH,
+    ROWS,
+    _advance,
+    _bounds,
+    _of_head,
+    _open,
+    _own_sum,
+    _pass,
+    _producer,
+    _read,
+    _rings,
+    _shown,
+    _sum_before,
+    described,
+    processors,
+    scale_choices,
+    together_in_cache,
+)
+from ._ready import copyable, launch
 
 if TYPE_CHECKING:
     from .._operator import Call
 
-# They were renamed in Triton 3.9.
-_copy_in = getattr(tma, "async_load" if hasattr(tma, "async_load") else "async_copy_global_to_shared")
+# Renamed in Triton 3.9.
 _copy_out = getattr(tma, "async_store" if hasattr(tma, "async_store") else "async_copy_shared_to_global")
-
-ROWS = 64
-"""Query rows of a consumer, which are flagged together."""
 
 FIELDS = (
     "logsumexp", "max_logit", "largest_weight", "expected_score", "entropy", "collision", "output_norm", "score_mean",
@@ -56,19 +76,9 @@ FIELDS = (
 # Numbers that are not finite are all found from level 2 on.
 _LEVELS = dict(zip(FIELDS, (0, 1, 1, 2, 2, 2, 2, 3, 3, 1, 3, 0, 0, 2), strict=True))
 
-_DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-_CACHED_BYTES = 32 << 20
-"""K and V of the heads that are worked on together: what stays in the L2 cache of 50 MiB."""
-
-_M = gl.constexpr(ROWS)
-_LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
-_FARTHEST = gl.constexpr(2**30)
-"""Beyond all keys: the least of nothing."""
 _NO_REFERENCE = gl.constexpr(2.0**120)
 """Of a row that saw no key yet. Against it every score weighs 0, and so does Σp·x, which an infinity would spoil."""
-_HIDDEN = gl.constexpr(-(2.0**100))
-"""What stands for q·k of a key the row does not see: after scaling still far below all that pass as a reference."""
 _REFERENCE_LIMIT = gl.constexpr(2.0**70)
 _SUM_LIMIT = gl.constexpr(2.0**60)
 _FAR_MEAN = gl.constexpr(2.0**8)
@@ -76,309 +86,11 @@ _FAR_MEAN = gl.constexpr(2.0**8)
 _SCALE_LIMIT = gl.constexpr(2.0**20)
 """Within it, and within its inverse, _HIDDEN times the scale is a float32 and beyond _REFERENCE_LIMIT."""
 
-# More bits of `choices`: what is there, and along which axes.
+# More bits of `choices`: what is there, and along which axes; the rest are in `_hopper_supply`.
 _WIDE = gl.constexpr(1 << 14)
 _SINKS = gl.constexpr(1 << 15)
-_SCALE_PER_BATCH = gl.constexpr(1 << 16)
-_SCALE_PER_HEAD = gl.constexpr(1 << 17)
 _SINKS_PER_BATCH = gl.constexpr(1 << 18)
 _SINKS_PER_HEAD = gl.constexpr(1 << 19)
-_FIRST_PER_BATCH = gl.constexpr(1 << 20)
-_STOP_PER_BATCH = gl.constexpr(1 << 21)
-_BAND = gl.constexpr(1 << 22)
-
-_PARTS = gl.constexpr(PARTS.value)
-_LETTER = gl.constexpr(20)
-"""Numbers of a letter, by which the producer tells the consumers all about an item, so that they need not look it up:
-the item, its first tile of keys and the one after its last, batch, head, row, scale, four for each consumer, and how
-many granules of keys all rows see."""
-
-
-@gluon.jit
-def _place(item, blocks, pairs, together, BOUNDED: gl.constexpr):
-    """Which (batch, head) and which block of rows an item is."""
-    if BOUNDED:
-        # Causal rows see the more keys the later they are: those first, so that nobody ends with a long item alone, but
-        # only as many heads at a time as the cache holds.
-        group = item // (together * blocks)
-        size = gl.minimum(together, pairs - group * together)
-        rest = item - group * together * blocks
-        return group * together + rest % size, blocks - 1 - rest // size
-    return item // blocks, item % blocks
-
-
-@gluon.jit
-def _of_head(pointer, batch, head, heads, choices, PER_BATCH: gl.constexpr, PER_HEAD: gl.constexpr):
-    """A number of shape (batch or 1, heads or 1), in powers of two."""
-    many = (choices & PER_HEAD) > 0
-    place = gl.where((choices & PER_BATCH) > 0, batch, 0) * gl.where(many, heads, 1) + gl.where(many, head, 0)
-    return gl.load(pointer + place) * _LOG2_E
-
-
-@gluon.jit
-def _bounds(limits, batch, rows, sizes, choices):
-    """The keys that some rows see, as int32 within the keys there are; first = stop where a row sees none."""
-    first_ptr, stop_ptr, low, high = limits
-    queries, keys = sizes
-    inside = rows < queries
-    first = rows + low
-    stop = gl.where(inside, rows + high, 0)
-    if (choices & _BAND) == 0:
-        first_row = gl.where((choices & _FIRST_PER_BATCH) > 0, batch, 0).to(gl.int64) * queries
-        stop_row = gl.where((choices & _STOP_PER_BATCH) > 0, batch, 0).to(gl.int64) * queries
-        most = keys.to(gl.int64)
-        given = gl.load(first_ptr + first_row + rows, mask=inside, other=0)
-        first = gl.minimum(gl.maximum(given, 0), most).to(gl.int32)
-        given = gl.load(stop_ptr + stop_row + rows, mask=inside, other=0)
-        stop = gl.minimum(gl.maximum(given, 0), most).to(gl.int32)
-    first = gl.minimum(gl.maximum(first, 0), keys)
-    stop = gl.minimum(gl.maximum(stop, 0), keys)
-    return first, gl.maximum(stop, first)
-
-
-@gluon.jit
-def _write(mail, place, number):
-    mail.index(place).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
-
-
-@gluon.jit
-def _read(mail, place):
-    return gl.max(mail.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
-
-
-@gluon.jit
-def _open(mail, letter, who: gl.constexpr, keys, N: gl.constexpr, BOUNDED: gl.constexpr):
-    """What a letter says to a consumer: which tiles, where its rows are, and the scale.
-
-    The tiles of the item are [lowest, highest), of which this one needs [low, high) and its rows see all of [free_low,
-    free_high) entirely. There is always one: a consumer whose rows see nothing looks at one in vain.
-    """
-    lowest = 0
-    highest = _read(mail, letter + 2)
-    low = lowest
-    high = highest
-    free_low = 0
-    free_high = keys // N
-    if BOUNDED:
-        lowest = _read(mail, letter + 1)
-        low = _read(mail, letter + 7 + 4 * who)
-        high = _read(mail, letter + 8 + 4 * who)
-        nothing = high <= low
-        low = gl.where(nothing, highest - 1, low)
-        high = gl.where(nothing, highest, high)
-        free_low = _read(mail, letter + 9 + 4 * who)
-        free_high = gl.where(nothing, 0, _read(mail, letter + 10 + 4 * who))
-    place = (_read(mail, letter + 3), _read(mail, letter + 4), _read(mail, letter + 5) + who * _M)
-    c = _read(mail, letter + 6).to(gl.float32, bitcast=True)
-    return (lowest, highest, low, high, free_low, free_high), place, c
-
-
-@gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
-
-
-@gluon.jit
-def _announce(
-    item, common, grams, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
-):  # fmt: skip
-    """Write the letter of an item: which tiles of keys it needs, and between which of them nothing is hidden."""
-    scale_ptr, limits, sizes, shape, choices, _, _ = common
-    heads, _, blocks, pairs, together, items = shape
-    # Beyond the last item there is one more letter, which says so.
-    pair, block = _place(gl.minimum(item, items - 1), blocks, pairs, together, BOUNDED)
-    batch = pair // heads
-    head = pair % heads
-    row = block * (CONSUMERS * _M)
-    c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
-    _, _, granule, count = grams
-    lowest = 0
-    highest = gl.cdiv(sizes[1], N)
-    if BOUNDED:
-        lowest = _FARTHEST
-        highest = 0
-        clear = _FARTHEST
-        for who in gl.static_range(CONSUMERS):
-            rows = row + who * _M + gl.arange(0, _M, gl.BlockedLayout([2], [32], [1], [0]))
-            first, stop = _bounds(limits, batch, rows, sizes, choices)
-            seen = stop > first
-            least_stop = gl.min(gl.where(seen, stop, _FARTHEST), axis=0)
-            last_stop = gl.max(gl.where(seen, stop, 0), axis=0)
-            low = gl.min(gl.where(seen, first, _FARTHEST), axis=0) // N
-            high = gl.cdiv(last_stop, N)
-            # A row whose keys end where the tiles that all see begin has no reference until then: one tile more is
-            # looked at row by row.
-            late = (least_stop % N == 0) & (last_stop > least_stop)
-            _write(mail, letter + 7 + 4 * who, low)
-            _write(mail, letter + 8 + 4 * who, high)
-            _write(mail, letter + 9 + 4 * who, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
-            free_high = least_stop // N - late.to(gl.int32)
-            _write(mail, letter + 10 + 4 * who, free_high)
-            clear = gl.minimum(clear, gl.where(high > low, gl.minimum(free_high, high - 1), _FARTHEST))
-            lowest = gl.minimum(lowest, low)
-            highest = gl.maximum(highest, high)
-        highest = gl.maximum(highest, 1)
-        lowest = gl.minimum(lowest, highest - 1)
-        # Whole granules that all rows see all of, behind the first tile.
-        count = gl.minimum(gl.minimum(clear, highest) * N // granule, count)
-    _write(mail, letter + 19, count)
-    _write(mail, letter, item)
-    _write(mail, letter + 1, lowest)
-    _write(mail, letter + 2, highest)
-    _write(mail, letter + 3, batch)
-    _write(mail, letter + 4, head)
-    _write(mail, letter + 5, row)
-    _write(mail, letter + 6, c.to(gl.int32, bitcast=True))
-    return lowest, highest, batch, head, row, count
-
-
-@gluon.jit
-def _sum_before(grams, batch, head, shape, before):
-    """Which of the sums over keys is that of a head over some granules."""
-    _, _, _, count = grams
-    heads, ratio, _, _, _, _ = shape
-    return (batch * (heads // ratio) + head // ratio) * (count + 1) + before
-
-
-@gluon.jit
-def _send_grams(
-    which, stage, phase, grams, buffers, barriers,
-    D: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """Copy the parts of a Gram matrix into the ring of K; in that of V they take empty places."""
-    grams_desc, _, _, _ = grams
-    _, k_tiles, _ = buffers
-    _, _, k_full, k_empty, v_full, v_empty = barriers
-    for part in gl.static_range(_PARTS):
-        mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), grams_desc.block_type.nbytes)
-        _copy_in(grams_desc, [which, part, 0, 0], k_full.index(stage), k_tiles.index(stage).slice(0, D, 2))
-        if VALUES:
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.arrive(v_full.index(stage))
-        stage, phase = _advance(stage, phase, STAGES)
-    return stage, phase
-
-
-@gluon.jit
-def _send(
-    key, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES: gl.constexpr, VALUES: gl.constexpr
-):  # fmt: skip
-    """Copy a tile of K and one of V into the rings once their places are free."""
-    _, k_desc, v_desc, _, _ = inputs
-    _, k_tiles, v_tiles = buffers
-    _, _, k_full, k_empty, v_full, v_empty = barriers
-    mbarrier.wait(k_empty.index(stage), phase)
-    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-    _copy_in(k_desc, [batch, kv_head, key, 0], k_full.index(stage), k_tiles.index(stage))
-    if VALUES:
-        mbarrier.wait(v_empty.index(stage), phase)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        _copy_in(v_desc, [batch, kv_head, key, 0], v_full.index(stage), v_tiles.index(stage))
-    return _advance(stage, phase, STAGES)
-
-
-@gluon.jit
-def _send_queries(
-    batch, head, row, phase, inputs, q_tiles, q_full, q_empty, CONSUMERS: gl.constexpr, GRADIENT: gl.constexpr
-):  # fmt: skip
-    """Copy the rows of Q, each consumer's once it is done with those before; with GRADIENT another matrix beside."""
-    q_desc, _, _, g_desc, g_tiles = inputs
-    for who in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_empty.index(who), phase)
-        place = [batch, head, row + who * _M, 0]
-        mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes * (2 if GRADIENT else 1))
-        _copy_in(q_desc, place, q_full.index(who), q_tiles.index(who))
-        if GRADIENT:
-            _copy_in(g_desc, place, q_full.index(who), g_tiles.index(who))
-    return phase ^ 1
-
-
-@gluon.jit
-def _producer(
-    supply,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
-    VALUES: gl.constexpr, GRADIENT: gl.constexpr, AHEAD: gl.constexpr, GRAMS: gl.constexpr,
-):  # fmt: skip
-    """With AHEAD consumers begin one item too many; with GRAMS an item begins with the parts of a Gram matrix."""
-    common, post, inputs, grams, counter = supply
-    _, _, _, shape, _, buffers, barriers = common
-    mail, mail_full, mail_empty = post
-    ratio = shape[1]
-    items = shape[5]
-    q_tiles, _, _ = buffers
-    q_full, q_empty, _, _, _, _ = barriers
-    stage = 0
-    phase = 1
-    q_phase = 1
-    slot = 0
-    mail_phase = 1
-    item = gl.program_id(0)
-    lowest, highest, batch, head, row, before = _announce(item, common, grams, mail, 0, CONSUMERS, N, BOUNDED)
-    mbarrier.arrive(mail_full.index(0))
-    while item < items:
-        kv_head = head // ratio
-        q_phase = _send_queries(batch, head, row, q_phase, inputs, q_tiles, q_full, q_empty, CONSUMERS, GRADIENT)
-        if GRAMS:
-            stage, phase = _send_grams(
-                _sum_before(grams, batch, head, shape, before),
-                stage,
-                phase,
-                grams,
-                buffers,
-                barriers,
-                D,
-                STAGES,
-                VALUES,
-            )
-        stage, phase = _send((highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES)
-        # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
-        slot, mail_phase = _advance(slot, mail_phase, 2)
-        coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        mbarrier.wait(mail_empty.index(slot), mail_phase)
-        next_lowest, next_highest, next_batch, next_head, next_row, next_before = _announce(
-            coming, common, grams, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
-        )
-        mbarrier.arrive(mail_full.index(slot))
-        for step in range(1, highest - lowest):
-            stage, phase = _send(
-                (highest - 1 - step) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES
-            )
-        item = coming
-        lowest = next_lowest
-        highest = next_highest
-        batch = next_batch
-        head = next_head
-        row = next_row
-        before = next_before
-    if AHEAD:
-        # Somebody multiplies a tile of the last item again, and nobody looks at what comes out.
-        q_phase = _send_queries(batch, head, row, q_phase, inputs, q_tiles, q_full, q_empty, CONSUMERS, GRADIENT)
-        if GRAMS:
-            stage, phase = _send_grams(
-                _sum_before(grams, batch, head, shape, before),
-                stage,
-                phase,
-                grams,
-                buffers,
-                barriers,
-                D,
-                STAGES,
-                VALUES,
-            )
-        stage, phase = _send(
-            (highest - 1) * N, batch, head // ratio, stage, phase, inputs, buffers, barriers, STAGES, False
-        )
-
-
-@gluon.jit
-def _own_sum(x):
-    """Per row, one sum for each of the four threads that share it: what they have to add to each other waits."""
-    return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), axis=1), axis=2)
 
 
 @gluon.jit
@@ -389,18 +101,6 @@ def _own_max(x):
 @gluon.jit
 def _column(x, like):
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, like.type.layout)), 1)
-
-
-@gluon.jit
-def _shown(s, tile, first, width, N: gl.constexpr):
-    """The scores of a tile, _HIDDEN for keys that their row does not see."""
-    keys = tile * N + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
-    distance = gl.expand_dims(keys, 0) - gl.expand_dims(first, 1)
-    # One unsigned comparison for both ends. Of a plain one LLVM makes vectors of bits, and takes them apart again.
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fF1800000, p; }", "=f,f,r,r",
-        [s, distance, gl.expand_dims(width, 1)], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -431,28 +131,6 @@ def _scatter(s, reference, c, near):
     moved, spread = near
     x = gl.where(s > _HIDDEN, s * c - gl.expand_dims(reference, 1), 0.0)
     return moved + _own_sum(x), spread + _own_sum(x * x)
-
-
-@gluon.jit
-def _pass(
-    tiles, stage, phase, turn_phase, barriers, turns,
-    who: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
-    """Let tiles go by that other consumers of the item need."""
-    _, _, k_full, k_empty, v_full, v_empty = barriers
-    for _step in range(tiles):
-        if TURNS:
-            mbarrier.wait(turns.index(who), turn_phase)
-            turn_phase ^= 1
-            mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-        # A tile that nobody reads must still have arrived before the next takes its place.
-        mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.arrive(k_empty.index(stage))
-        if VALUES:
-            mbarrier.wait(v_full.index(stage), phase)
-            mbarrier.arrive(v_empty.index(stage))
-        stage, phase = _advance(stage, phase, STAGES)
-    return stage, phase, turn_phase
 
 
 @gluon.jit
@@ -754,44 +432,6 @@ def _consumer(
         tma.store_wait(0)
 
 
-@gluon.jit
-def _rings(
-    q_desc, k_desc, v_desc,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """Shared memory for the tiles of Q, K and V, the barriers that say when they are full and empty, and the mail."""
-    DTYPE: gl.constexpr = q_desc.dtype
-    ONE: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, _M, D], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], k_desc.layout)
-    # Without values the name stays, and nothing is kept under it.
-    v_tiles = k_tiles
-    if VALUES:
-        v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    mail = gl.allocate_shared_memory(gl.int32, [2 * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    for i in gl.static_range(2):
-        mbarrier.init(mail_full.index(i), count=1)
-        mbarrier.init(mail_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    return (q_tiles, k_tiles, v_tiles), barriers, (mail, mail_full, mail_empty)
-
-
 _NUMBERS = (
     "queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices",
     "granule", "granules",
@@ -871,13 +511,6 @@ def configuration(head_dim: int, level: int, *, bounded: bool, values: bool, sum
     return {"CONSUMERS": 3, "N": 128, "STAGES": 5, "REGISTERS": 160}
 
 
-@functools.cache
-def processors(device: int) -> int:
-    """How many there are of a Hopper GPU; none of another."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count if (properties.major, properties.minor) == (9, 0) else 0
-
-
 def takes(call: Call) -> bool:
     """Whether a call is one for this kernel."""
     q, k, v = call.q, call.k, call.v
@@ -897,31 +530,6 @@ def takes(call: Call) -> bool:
         and all(copyable(x) for x in operands)
         and processors(q.device.index) > 0
     )
-
-
-@functools.cache
-def _layout(rows: int, depth: int, dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, depth], _DTYPES[dtype])
-
-
-def described(x: Tensor, rows: int) -> TensorDescriptor:
-    """A tensor as the copy engine knows it, in blocks of some rows of one head."""
-    block = [1, 1, rows, x.shape[-1]]
-    layout = _layout(rows, x.shape[-1], x.dtype)
-    return TensorDescriptor(x, list(x.shape), strides_of(x), block, layout)
-
-
-def together_in_cache(call: Call) -> int:
-    """How many (batch, head) are worked on together."""
-    batch, heads, _, head_dim = call.q.shape
-    share = 2 * call.k.shape[2] * head_dim * call.q.element_size() // call.group or 1
-    return max(1, min(batch * heads, _CACHED_BYTES // share))
-
-
-def scale_choices(scale: Tensor) -> int:
-    """The bits of `choices` about the scale."""
-    bits = (scale.shape[0] > 1, _SCALE_PER_BATCH), (scale.shape[1] > 1, _SCALE_PER_HEAD)
-    return sum(bit.value for there, bit in bits if there)
 
 
 def _rows(x: Tensor | None, default: int, call: Call) -> Tensor:

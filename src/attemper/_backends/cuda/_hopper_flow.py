@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from . import _hopper
-from ._hopper import (
+from ._hopper_supply import (
     _BAND,
     _HIDDEN,
     _LETTER,
@@ -34,6 +34,7 @@ from ._hopper import (
     _shown,
     described,
     processors,
+    scale_choices,
     together_in_cache,
 )
 from ._ready import copyable, launch
@@ -197,7 +198,7 @@ def flow(call: Call, grad: Tensor, pull: Tensor, max_logit: Tensor, largest_weig
     batch, heads, queries, head_dim = q.shape
     keys, size = k.shape[2], 128
     scale = call.scale.contiguous()
-    choices = _hopper.scale_choices(scale)
+    choices = scale_choices(scale)
     low, high = (0, 0) if call.band is None else call.band
     if call.band is not None:
         choices |= _BAND.value
