@@ -733,8 +733,6 @@ def test_the_reading_of_a_repeated_call_is_like_any_other():
                 assert torch.equal(one, two), name
 
 
-# Forward mode compiles its decompositions with torch.jit.script, which says that it is old.
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 def test_a_repeated_call_notices_what_changed():
     q, k, v = (draw(i, 2, 3, 5, 4) for i in range(3))
     for _ in range(2):

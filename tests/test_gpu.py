@@ -147,8 +147,6 @@ def test_a_graph_replays_with_new_numbers(head_dim):
         torch.testing.assert_close(getattr(result.reading, name), getattr(expected.reading, name))
 
 
-# The import of inductor meets a decorator that torch itself has outlived.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_compiled_without_a_break_and_on_another_stream():
     q, k, v = (draw(1, 4, 300, 64).requires_grad_() for _ in range(3))
 
@@ -161,8 +159,9 @@ def test_compiled_without_a_break_and_on_another_stream():
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        compiled, same = torch.compile(loss, fullgraph=True)(q, k, v)
-        found = torch.autograd.grad(compiled, (q, k, v))
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        compiled, same = torch.compile(loss, fullgraph=True)(*leaves)
+        found = torch.autograd.grad(compiled, leaves)
     torch.cuda.current_stream().wait_stream(side)
     torch.testing.assert_close(same, entropy)
     for x, y in zip(found, wanted, strict=True):
@@ -200,7 +199,6 @@ class Attention(torch.nn.Module):
         return x + self.out(y.transpose(1, 2).flatten(-2))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_a_compiled_model_is_read_compiled():
     model = torch.nn.Sequential(Attention(), Attention()).to("cuda", torch.bfloat16)
     x = draw(2, 300, 256)

@@ -141,7 +141,7 @@ class Found:
     def __init__(self, hopper, call, names=FIELDS, *, wide=False, output=None):
         rows = call.q.shape[:-1]
         names = [name for name in names if name != "output_norm" or call.v is not None]
-        if not _gram.begins_at_first_key(call):
+        if not _launch._begins_at_first_key(call):
             names = [name for name in names if name != "first_key_weight"]
         self.fields = {
             name: torch.full(rows, -7, dtype=torch.int64) if name in COUNTS else torch.full(rows, math.nan)
@@ -190,14 +190,6 @@ def test_levels(hopper, level, head_dim, options):
         Found(hopper, call, LEVELS[level], wide=level == 1).agree(call)
 
 
-SUMMED = {
-    "full": (400, 700, {}),
-    "one granule, cut short": (300, 190, {}),
-    "causal": (600, 600, {"is_causal": True}),
-    "causal from the end": (200, 900, {"is_causal": True, "query_offset": "bottom-right"}),
-}
-
-
 class TestSums:
     """Sums over scores from sums over keys."""
 
@@ -205,25 +197,23 @@ class TestSums:
     def small(self, hopper, monkeypatch):
         monkeypatch.setattr(_gram, "SUMMED_KEYS", 128)
         monkeypatch.setattr(_gram, "LEAST_KEYS", 128)
-        monkeypatch.setattr(_gram, "MOST_GRANULES", 3)
+        monkeypatch.setattr(_gram, "MOST_CHUNKS", 3)
 
-    @pytest.mark.parametrize("head_dim", [64, 128])
-    @pytest.mark.parametrize("name", SUMMED)
-    def test_moments(self, hopper, name, head_dim, monkeypatch):
-        queries, keys, options = SUMMED[name]
+    @pytest.mark.parametrize("keys", [700, 640, 190])
+    def test_moments(self, hopper, keys, monkeypatch):
         asked = []
         monkeypatch.setattr(hopper, "grams", lambda call, keys: asked.append(keys) or _gram.grams(call, keys))
-        operands = three(queries, keys, head_dim, kv_heads=1, batch=2)
+        operands = three(400, keys, 64, kv_heads=1, batch=2)
         # Off its mean, so that neither sum is small beside the other.
-        operands[1].add_(draw(5, head_dim) / 2)
+        operands[1].add_(draw(5, 64) / 2)
         for kept in (operands, operands[:2]):
-            call = call_for(kept, **options)
+            call = call_for(kept)
             Found(hopper, call).agree(call)
         assert len(asked) == 2
 
     def test_they_count(self, hopper, monkeypatch):
         """Without them the moments are wrong."""
-        call = call_for(three(400, 700), is_causal=True, query_offset="bottom-right")
+        call = call_for(three(400, 700))
         none = _gram.grams(call, 640)
         none.parts.zero_()
         monkeypatch.setattr(hopper, "grams", lambda call, keys: none)
@@ -232,23 +222,30 @@ class TestSums:
 
     @pytest.mark.parametrize(
         ("options", "dtype"),
-        [({}, torch.float16), ({"window": (100, None)}, torch.bfloat16), ({"stats": "entropy"}, torch.bfloat16)],
+        [
+            ({}, torch.float16),
+            ({"is_causal": True}, torch.bfloat16),
+            ({"window": (100, None)}, torch.bfloat16),
+            ({"stats": "entropy"}, torch.bfloat16),
+            ({"head_dim": 128}, torch.bfloat16),
+        ],
     )
     def test_where_they_are_not_asked_for(self, hopper, options, dtype, monkeypatch):
         def grams(call, keys):
             raise AssertionError
 
         monkeypatch.setattr(hopper, "grams", grams)
+        options = dict(options)
         names = (options.pop("stats"),) if "stats" in options else FIELDS
-        call = call_for(three(300, 400, dtype=dtype), **options)
+        call = call_for(three(300, 400, options.pop("head_dim", 64), dtype=dtype), **options)
         Found(hopper, call, names).agree(call)
 
     def test_a_key_that_is_not_finite(self, hopper):
         q, k, v = three(500, 500)
         k[0, 1, 130] = math.inf
-        call = call_for((q, k, v), is_causal=True)
+        call = call_for((q, k, v))
         found = Found(hopper, call).agree(call, ordinary=False)
-        assert found.flags[0].tolist() == [[0] * 8, [0, 0, 1, 1, 1, 1, 1, 1]]
+        assert found.flags[0].tolist() == [[0] * 8, [1] * 8]
 
 
 def test_no_field_at_all(hopper):
@@ -750,13 +747,14 @@ rows = torch.zeros(1, 1, 256)
 
 def sums(call, keys):
     depth = call.q.shape[-1]
-    return Grams(torch.zeros(2, 3, depth, depth, dtype=torch.bfloat16), torch.zeros(2, depth), 128, 1)
+    return Grams(torch.zeros(1, 3, depth, depth, dtype=torch.bfloat16), torch.zeros(1, depth))
 
 _hopper.grams = sums
 for head_dim, causal, values, names, summed in (
     (128, True, True, _hopper.FIELDS, 4096),
     (64, False, True, (), 4096),
     (64, True, False, _hopper.FIELDS[:3], 4096),
+    (64, False, True, _hopper.FIELDS, 1),
     (64, False, False, _hopper.FIELDS, 1),
     (128, True, False, _hopper.FIELDS, 1),
 ):
@@ -776,7 +774,7 @@ def test_the_compiler_takes_them():
     env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 7
+    assert done.stdout.count("compiled") == 9
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,9 +25,6 @@ TILES, TILES_BACKWARD = torch.ops.attemper.tiles.default, torch.ops.attemper.til
 # Ten pairs of lengths; no two sizes of the first call are equal, or a compiler would take them for one.
 LENGTHS = [(11, 17), (12, 23), (30, 19), (17, 11), (64, 40), (5, 100), (129, 7), (3, 600), (200, 513), (16, 16)]
 
-# The import of inductor meets a decorator that torch itself has outlived.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
-
 tiled = pytest.mark.parametrize("road", ["cpu", "torch"])
 both_backends = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 

@@ -496,7 +496,6 @@ def test_output_lies_in_memory_as_the_queries_do():
         assert scaled_dot_product_attention(q, K, V).stride()[1:] == fused(q, K, V).stride()[1:]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
 def test_higher_derivatives_are_refused():
     def second(fn):
         q = Q.clone().requires_grad_()

@@ -25,9 +25,6 @@ from attemper._errors import BackendError, OptionError
 from attemper._reading import DERIVED, MEASURED, Reading
 from attemper.testing import compare
 
-# Forward mode compiles its decompositions with torch.jit.script, which says that it is old.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
-
 TILED = ("torch", "cpu")
 ROADS = (*TILED, "reference")
 tiled, roads = (pytest.mark.parametrize("road", names) for names in (TILED, ROADS))

@@ -14,12 +14,8 @@ from attemper import Vitals, watch  # noqa: E402
 
 BATCH, LENGTH, HEADS, WIDTH = 4, 5, 2, 8
 
-pytestmark = [
-    # The import of some backends meets a decorator that torch itself has outlived.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
-    # dynamo asks every input of a part of a model for its gradient, also those that keep none.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+# dynamo asks every input of a part of a model for its gradient, also those that keep none.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 backends = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 

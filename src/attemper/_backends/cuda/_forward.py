@@ -311,7 +311,7 @@ def opened(state, own, k, k_head, rows, factor, sizes):
 
 @triton.jit
 def moments(q, summed, which, factor, kind: tl.constexpr):
-    """Σs and Σs² over the keys of some granules, from sums over these keys."""
+    """Σs and Σs² over keys, from sums over these keys."""
     BM: tl.constexpr = kind.rows
     D: tl.constexpr = kind.depth
     component = tl.arange(0, D)
@@ -503,22 +503,18 @@ def forward_kernel(
             state = add_tile(
                 state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, kind.measure, True
             )  # fmt: skip
-        summed_keys = inner
-        if kind.summed:
-            granules = tl.minimum(end // summed.granule, summed.granules)
-            summed_keys = granules * summed.granule
-            for start in tl.range(0, summed_keys, BN):
-                state = add_tile(
-                    state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, SUMS, False
-                )  # fmt: skip
-        for start in tl.range(summed_keys, end, BN):
+        measure: tl.constexpr = SUMS if kind.summed else kind.measure
+        for start in tl.range(inner, end, BN):
             state = add_tile(
-                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, kind.measure, False
+                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, measure, False
             )  # fmt: skip
         if kind.summed:
-            head_sums = (batch * (sizes.heads // sizes.group) + k_head) * (summed.granules + 1) + granules
-            sum_of_scores, sum_of_squares = moments(own, summed, head_sums, known.factor, kind)
-            many = summed_keys.to(tl.float32)
+            # Of all keys but those of the last tile, or of none.
+            which = batch * (sizes.heads // sizes.group) + k_head
+            sum_of_scores, sum_of_squares = moments(own, summed, which, known.factor, kind)
+            sum_of_scores = tl.where(end > 0, sum_of_scores, 0.0)
+            sum_of_squares = tl.where(end > 0, sum_of_squares, 0.0)
+            many = end.to(tl.float32)
             away = sum_of_scores - many * mean
             state = State(
                 state.maximum, state.total, state.tilt, state.squares, state.count, mean,

@@ -1,7 +1,7 @@
-"""Sums over keys from which sums over scores follow: Σs = q·Σk and Σs² = qᵀ(Σkkᵀ)q, for the keys before some places.
+"""Sums over keys from which sums over scores follow: Σs = q·Σk and Σs² = qᵀ(Σkkᵀ)q, where every query sees all keys.
 
-For many queries this is far less work than to add up scores. The keys are cut into granules; sum i is over the first i
-of them. A Gram matrix comes as three bfloat16 matrices that add up to it as a float32.
+For many queries this is far less work than to add up scores. A Gram matrix comes as three bfloat16 matrices that add up
+to it as a float32.
 """
 
 from __future__ import annotations
@@ -18,99 +18,91 @@ from ._ready import launch
 from ._tile import Matrix, load_keys
 
 PARTS: tl.constexpr = tl.constexpr(3)
-MOST_GRANULES = 16
 SUMMED_KEYS = 4096
 """From as many queries and keys on, moments of scores follow from sums over keys."""
+MOST_CHUNKS = 16
 LEAST_KEYS = 1024
-"""Of a granule: each takes memory, and of its keys' scores half are added up one by one on average."""
+"""Of a chunk, which one program adds up."""
 
 
 class Grams(NamedTuple):
-    """Sums over the keys before each granule, and after the last."""
+    """Sums over keys, for each (batch, head) of them."""
 
     parts: Tensor
-    """(batch · kv_heads · (granules + 1), 3, head_dim, head_dim)."""
+    """(batch · kv_heads, 3, head_dim, head_dim)."""
     sums: Tensor
-    """(batch · kv_heads · (granules + 1), head_dim)."""
-    granule: int
-    """Keys of each, but that the last may be shorter."""
-    granules: int
+    """(batch · kv_heads, head_dim)."""
 
 
 @triton.jit
-def granule_kernel(k, parts, sums, heads, keys, granule, count, BN: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr):
-    """Σkkᵀ and Σk of one granule."""
+def chunk_kernel(k, grams, sums, heads, keys, chunk, chunks, BN: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr):
+    """Σkkᵀ and Σk of one chunk."""
     program = tl.program_id(0)
-    unit = program // count
+    unit = program // chunks
     batch, head = unit // heads, unit % heads
-    begin = program % count * granule
+    begin = program % chunks * chunk
     gram = tl.zeros([D, D], tl.float32)
-    total = tl.zeros([D], tl.float32)
-    for start in tl.range(begin, tl.minimum(begin + granule, keys), BN):
+    # Added up in place: rows lie with several warps, and to add them to each other takes a barrier.
+    total = tl.zeros([BN, D], tl.float32)
+    for start in tl.range(begin, tl.minimum(begin + chunk, keys), BN):
         tile = load_keys(k, batch, head, start, keys, D, BN, D)
         wide = tile.to(tl.float32)
         gram = tl.dot(wide.T, wide, gram) if WIDEN else tl.dot(tile.T, tile, gram)
-        total += tl.sum(wide, 0)
+        total += wide
     component = tl.arange(0, D)
     place = program.to(tl.int64) * (D * D) + component[:, None] * D + component[None, :]
-    tl.store(parts + place, gram)
-    tl.store(sums + program.to(tl.int64) * D + component, total)
+    tl.store(grams + place, gram)
+    tl.store(sums + program.to(tl.int64) * D + component, tl.sum(total, 0))
 
 
 @triton.jit
-def running_kernel(
-    granule_grams, granule_sums, parts, sums, count, BM: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr
+def total_kernel(
+    chunk_grams, chunk_sums, parts, sums, chunks, BM: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """Some rows of the sums over the granules so far, in parts."""
+    """Some rows of the sums over all chunks, in parts."""
     unit = (tl.program_id(0) // (D // BM)).to(tl.int64)
     row = tl.program_id(0) % (D // BM) * BM + tl.arange(0, BM)
     component = tl.arange(0, D)
     here = row[:, None] * D + component[None, :]
-    gram = tl.zeros([BM, D], tl.float32)
+    rest = tl.zeros([BM, D], tl.float32)
     total = tl.zeros([BM], tl.float32)
-    for i in tl.range(0, count + 1):
-        rest = gram
-        for part in tl.static_range(PARTS):
-            rounded = rest.to(tl.bfloat16)
-            tl.store(parts + ((unit * (count + 1) + i) * PARTS + part) * (D * D) + here, rounded)
-            rest -= rounded.to(tl.float32)
-        tl.store(sums + (unit * (count + 1) + i) * D + row, total)
-        # Behind the last there is nothing to add.
-        place = unit * count + tl.minimum(i, count - 1)
-        gram += tl.load(granule_grams + place * (D * D) + here)
-        total += tl.load(granule_sums + place * D + row)
-
-
-def begins_at_first_key(call: Call) -> bool:
-    """Whether every row that sees a key sees the first."""
-    if call.band is not None:
-        return call.band[0] + call.q.shape[2] <= 1
-    return call.first is None
+    for i in tl.range(0, chunks):
+        rest += tl.load(chunk_grams + (unit * chunks + i) * (D * D) + here)
+        total += tl.load(chunk_sums + (unit * chunks + i) * D + row)
+    for part in tl.static_range(PARTS):
+        rounded = rest.to(tl.bfloat16)
+        tl.store(parts + (unit * PARTS + part) * (D * D) + here, rounded)
+        rest -= rounded.to(tl.float32)
+    tl.store(sums + unit * D + row, total)
 
 
 def worthwhile(call: Call) -> bool:
-    """Whether sums over scores are to follow from sums over keys: with few of either that costs more than it saves."""
+    """Whether sums over scores are to follow from sums over keys: with few of either that costs more than it saves.
+
+    So it does under a causal mask, where each query needs the sums over other keys.
+    """
     plain = call.mask is None and call.softcap is None and not call.dropout_p and call.q.shape[3] in (64, 128)
+    all_seen = call.band is None and call.first is None and call.stop is None
     enough = min(call.q.shape[2], call.k.shape[2]) >= SUMMED_KEYS
-    return plain and enough and call.q.dtype == torch.bfloat16 and begins_at_first_key(call)
+    return plain and all_seen and enough and call.q.dtype == torch.bfloat16
 
 
 def grams(call: Call, keys: int) -> Grams:
     """The sums over the first keys of a call."""
     k = call.k
     batch, heads, _, depth = k.shape
-    granule = max(LEAST_KEYS, triton.cdiv(triton.cdiv(keys, MOST_GRANULES), 128) * 128)
-    count = triton.cdiv(keys, granule)
+    chunk = max(LEAST_KEYS, triton.cdiv(triton.cdiv(keys, MOST_CHUNKS), 128) * 128)
+    chunks = triton.cdiv(keys, chunk)
     units = batch * heads
     like: dict[str, Any] = {"dtype": torch.float32, "device": k.device}
-    of_granules = torch.empty((units * count, depth, depth), **like), torch.empty((units * count, depth), **like)
-    parts = torch.empty((units * (count + 1), 3, depth, depth), dtype=torch.bfloat16, device=k.device)
-    sums = torch.empty((units * (count + 1), depth), **like)
+    of_chunks = torch.empty((units * chunks, depth, depth), **like), torch.empty((units * chunks, depth), **like)
+    parts = torch.empty((units, 3, depth, depth), dtype=torch.bfloat16, device=k.device)
+    sums = torch.empty((units, depth), **like)
     matrix = Matrix(k, *k.stride()[:3])
     widen = k.device.type == "cpu"
-    each = (matrix, *of_granules, heads, keys, granule, count, 64, depth, widen)
-    launch(granule_kernel, units * count, each, num_warps=8, num_stages=3)
+    each = (matrix, *of_chunks, heads, keys, chunk, chunks, 64, depth, widen)
+    launch(chunk_kernel, units * chunks, each, num_warps=8, num_stages=3)
     rows = 16
-    running = (*of_granules, parts, sums, count, rows, depth, PARTS.value)
-    launch(running_kernel, units * (depth // rows), running, num_warps=4)
-    return Grams(parts, sums, granule, count)
+    together = (*of_chunks, parts, sums, chunks, rows, depth, PARTS.value)
+    launch(total_kernel, units * (depth // rows), together, num_warps=4)
+    return Grams(parts, sums)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined,operator"
 """Attention for Hopper GPUs: one pass with its statistics, written in Triton's Gluon dialect.
 
-A block of threads is one warp that copies (the producer) and two or three warpgroups that compute (the consumers), 64
+A block of threads is one warp that copies (the producer) and two to four warpgroups that compute (the consumers), 64
 query rows each. The producer takes items, blocks of query rows of one head, from a counter in memory until none is
 left, says what they are in a mailbox, and keeps rings of tiles of K and V full. A consumer starts QKᵀ of a tile and PV
 of the tile before, then takes the softmax; consumers start their products in turn, so that while one exponentiates,
@@ -45,6 +45,7 @@ from ._hopper_supply import (
     ROWS,
     _advance,
     _bounds,
+    _kv_pair,
     _of_head,
     _open,
     _own_sum,
@@ -53,7 +54,6 @@ from ._hopper_supply import (
     _read,
     _rings,
     _shown,
-    _sum_before,
     described,
     processors,
     scale_choices,
@@ -83,6 +83,8 @@ _REFERENCE_LIMIT = gl.constexpr(2.0**70)
 _SUM_LIMIT = gl.constexpr(2.0**60)
 _FAR_MEAN = gl.constexpr(2.0**8)
 """Squared distance of a mean from what its sums were taken about, in variances, up to which enough digits are left."""
+_ITEMS = gl.constexpr(2)
+"""Of as many the query rows are there at once: the next come while the last tiles of these are worked on."""
 _SCALE_LIMIT = gl.constexpr(2.0**20)
 """Within it, and within its inverse, _HIDDEN times the scale is a float32 and beyond _REFERENCE_LIMIT."""
 
@@ -135,11 +137,11 @@ def _scatter(s, reference, c, near):
 
 @gluon.jit
 def _begin(
-    slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns, grams,
+    slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns, grams,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
-    """Open the next letter, sum up the scores of all keys in granules before, and start QKᵀ of the first tile."""
+    """Open the next letter, with GRAMS sum up the scores of all tiles but the first, and start QKᵀ of that."""
     _, _, sizes, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     q_tiles, k_tiles, _ = buffers
@@ -148,12 +150,11 @@ def _begin(
     mbarrier.wait(mail_full.index(slot), mail_phase)
     item = _read(mail, slot * _LETTER)
     tiles, place, c = _open(mail, slot * _LETTER, who, sizes[1], N, BOUNDED)
-    before = _read(mail, slot * _LETTER + 19)
     mbarrier.arrive(mail_empty.index(slot))
     slot, mail_phase = _advance(slot, mail_phase, 2)
-    mbarrier.wait(q_full.index(who), q_phase)
-    q_phase ^= 1
-    q = q_tiles.index(who).reshape([_M, D])
+    mbarrier.wait(q_full.index(q_slot * CONSUMERS + who), q_phase)
+    q = q_tiles.index(q_slot * CONSUMERS + who).reshape([_M, D])
+    q_slot, q_phase = _advance(q_slot, q_phase, _ITEMS)
     zero = gl.zeros([_M, N], gl.float32, S)
     far_moved = gl.zeros_like(_own_sum(zero))
     far_spread = far_moved
@@ -170,8 +171,8 @@ def _begin(
                 mbarrier.wait(v_full.index(stage), phase)
                 mbarrier.arrive(v_empty.index(stage))
             stage, phase = _advance(stage, phase, STAGES)
-        _, sums_ptr, _, _ = grams
-        which = _sum_before(grams, place[0], place[1], shape, before).to(gl.int64)
+        _, sums_ptr = grams
+        which = _kv_pair(place[0], place[1], shape).to(gl.int64)
         key_sums = gl.load(sums_ptr + which * D + gl.arange(0, D, gl.SliceLayout(0, A)))
         own = q.load(A).to(gl.float32)
         far_moved = gl.convert_layout(_own_sum(own * gl.expand_dims(key_sums, 0)), far_moved.type.layout)
@@ -189,9 +190,8 @@ def _begin(
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     if VALUES:
         mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-    # Up to which tile they are in these sums.
-    moments = (before * grams[2] // N, far_moved, far_spread)
-    return s, item, tiles, place, c, moments, slot, mail_phase, stage, phase, q_phase, turn_phase
+    moments = (far_moved, far_spread)
+    return s, item, tiles, place, c, moments, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase
 
 
 @gluon.jit
@@ -227,17 +227,17 @@ def _consumer(
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     R: gl.constexpr = gl.SliceLayout(1, S)
-    q = q_tiles.index(who).reshape([_M, D])
     zero = gl.zeros([_M, N], gl.float32, S)
     nothing = gl.zeros_like(_own_sum(zero))
     slot = 0
     mail_phase = 0
     stage = 0
     phase = 0
+    q_slot = 0
     q_phase = 0
     turn_phase = 1 if who == 0 else 0
-    s, item, tiles, place, c, moments, slot, mail_phase, stage, phase, q_phase, turn_phase = _begin(
-        slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns, grams,
+    s, item, tiles, place, c, moments, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = _begin(
+        slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns, grams,
         who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, GRAMS,
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -255,12 +255,14 @@ def _consumer(
             width = first + keys
             sees = rows < queries
 
+        of_item = (q_slot + _ITEMS - 1) % _ITEMS * CONSUMERS + who
+        q = q_tiles.index(of_item).reshape([_M, D])
         o = gl.zeros([_M, D], gl.float32, A)
         sums = (nothing, nothing, nothing, nothing.to(gl.int32))
         # Sums over the scores themselves, not weighed: of tiles looked at row by row about the reference, so that a row
         # of one key has a variance of 0, and of those of which all rows see all, cheaper, of q·k about 0.
         near = (nothing, nothing)
-        summed, far_moved, far_spread = moments
+        far_moved, far_spread = moments
         tile = high - 1
         mbarrier.arrive(k_empty.index(stage))
         opening = nothing.to(gl.int32)
@@ -300,10 +302,9 @@ def _consumer(
                 reference = gl.where(new, gl.max(s, axis=1) * c, reference)
                 if LEVEL >= 3:
                     near = _scatter(s, reference, c, near)
-            elif LEVEL >= 3 and (BOUNDED or not GRAMS):
-                if tile >= summed:
-                    far_moved += _own_sum(s)
-                    far_spread += _own_sum(s * s)
+            elif LEVEL >= 3 and not GRAMS:
+                far_moved += _own_sum(s)
+                far_spread += _own_sum(s * s)
             p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
             if VALUES:
                 o = warpgroup_mma_wait(0, deps=(o,))
@@ -313,7 +314,7 @@ def _consumer(
             v_stage = stage
             v_phase = phase
             stage, phase = _advance(stage, phase, STAGES)
-        mbarrier.arrive(q_empty.index(who))
+        mbarrier.arrive(q_empty.index(of_item))
         if VALUES:
             mbarrier.wait(v_full.index(v_stage), v_phase)
             o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
@@ -325,10 +326,12 @@ def _consumer(
             )
         good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
         of_next = _begin(
-            slot, mail_phase, stage, phase, q_phase, turn_phase, common, post, turns, grams,
+            slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns, grams,
             who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, GRAMS,
         )  # fmt: skip
-        next_s, item, tiles, place, next_c, moments, slot, mail_phase, stage, phase, q_phase, turn_phase = of_next
+        next_s, item, tiles, place, next_c, moments, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = (
+            of_next
+        )
 
         # What is not a number fails every comparison. A row that sees nothing has nothing to fail.
         total, tilted, squares, largest = sums
@@ -434,7 +437,6 @@ def _consumer(
 
 _NUMBERS = (
     "queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices",
-    "granule", "granules",
 )  # fmt: skip
 _POINTERS = (
     "key_sums_ptr", "scale_ptr", "sinks_ptr", "first_ptr", "stop_ptr", "wide_ptr", "flags", "counter",
@@ -449,11 +451,11 @@ def _kernel(
     q_desc, k_desc, v_desc, o_desc, grams_desc, key_sums_ptr, scale_ptr, sinks_ptr, first_ptr, stop_ptr, wide_ptr,
     lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
     qk_ptr, opening_ptr, sink_ptr, visible_ptr, nonfinite_ptr, flags, counter,
-    queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices, granule, granules,
+    queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
     CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
-    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, CONSUMERS, D, N, STAGES, VALUES)
+    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, _ITEMS, CONSUMERS, D, N, STAGES, VALUES)
     q_tiles = buffers[0]
     o_tiles = q_tiles
     if VALUES:
@@ -471,7 +473,7 @@ def _kernel(
     count_ptrs = (visible_ptr, nonfinite_ptr)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (q_desc, k_desc, v_desc, q_desc, q_tiles)
-    grams = (grams_desc, key_sums_ptr, granule, granules)
+    grams = (grams_desc, key_sums_ptr)
     results = (o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr)
     given = (common, post, turns, grams, results)
     supply = (common, post, inputs, grams, counter)
@@ -481,10 +483,21 @@ def _kernel(
             [
                 (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
                 (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_producer, (supply, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
+                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
             ],
             [4, 1],
             [REGISTERS, 24],
+        )
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
+                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
+                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, 32],
         )
     else:
         gl.warp_specialize(
@@ -492,23 +505,24 @@ def _kernel(
                 (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
                 (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
                 (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_producer, (supply, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
+                (_consumer, (given, 3, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
+                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 32],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
         )
 
 
-def configuration(head_dim: int, level: int, *, bounded: bool, values: bool, summed: bool) -> dict[str, int]:
+def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> dict[str, int]:
     """Consumers, keys of a tile, tiles of the rings and registers of a consumer."""
     if not values:
-        return {"CONSUMERS": 3, "N": 128, "STAGES": 4, "REGISTERS": 160}
+        return {"CONSUMERS": 4, "N": 64, "STAGES": 8 if head_dim == 64 else 6, "REGISTERS": 120}
     if head_dim == 128:
         return {"CONSUMERS": 2, "N": 128, "STAGES": 2, "REGISTERS": 240}
-    if level == 3 and bounded and not summed:
+    if level == 3 and bounded:
         # Three consumers have too few registers for all that.
-        return {"CONSUMERS": 2, "N": 128, "STAGES": 5, "REGISTERS": 240}
-    return {"CONSUMERS": 3, "N": 128, "STAGES": 5, "REGISTERS": 160}
+        return {"CONSUMERS": 2, "N": 128, "STAGES": 4, "REGISTERS": 240}
+    return {"CONSUMERS": 3, "N": 128, "STAGES": 4, "REGISTERS": 160}
 
 
 def takes(call: Call) -> bool:
@@ -566,8 +580,7 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     level = max((_LEVELS[name] for name in fields), default=0)
     band = call.band
     bounded = band is not None or call.first is not None or call.stop is not None
-    summed = level == 3 and worthwhile(call)
-    choice = configuration(head_dim, level, bounded=bounded, values=v is not None, summed=summed)
+    choice = configuration(head_dim, level, bounded=bounded, values=v is not None)
     low, high = (0, 0) if band is None else band
     scale = call.scale.contiguous()
     sinks = scale if call.sinks is None else call.sinks.contiguous()
@@ -590,8 +603,8 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     k_desc = described(k, choice["N"])
     q_desc = described(q, ROWS)
     sums = None
-    if summed:
-        # All keys but those of the tile at which every item begins.
+    if level == 3 and head_dim == 64 and worthwhile(call):
+        # All keys but those of the tile at which every item begins. With 128 components it costs what it saves.
         sums = grams(call, (-(-keys // choice["N"]) - 1) * choice["N"])
     with torch.cuda.device(q.device):
         arguments = (
@@ -620,8 +633,6 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             together_in_cache(call),
             pairs * blocks,
             choices,
-            1 if sums is None else sums.granule,
-            0 if sums is None else sums.granules,
             choice["CONSUMERS"],
             head_dim,
             choice["N"],

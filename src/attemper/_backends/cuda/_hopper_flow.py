@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined,operator"
 """The gradient flow on Hopper GPUs, where the gradients themselves come from cuDNN: QKᵀ and dO·Vᵀ tile by tile.
 
-A block of threads is a producer and two consumers as in `_hopper`, whose letters and rings these are. What is returned
-per query row is Var_p[dP] / Var[dP], from the sums of dP − pull, its square, and both weighed.
+A block of threads is a producer and two or three consumers as in `_hopper`, whose letters and rings these are. What is
+returned per query row is Var_p[dP] / Var[dP], from the sums of dP − pull, its square, and both weighed.
 """
 
 from __future__ import annotations
@@ -158,10 +158,9 @@ _POINTERS = ("scale_ptr", "max_ptr", "peak_ptr", "pull_ptr", "flow_ptr", "counte
 def _kernel(
     q_desc, k_desc, v_desc, g_desc, scale_ptr, max_ptr, peak_ptr, pull_ptr, flow_ptr, counter,
     queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
-    D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
+    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    CONSUMERS: gl.constexpr = 2
-    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, CONSUMERS, D, N, STAGES, True)
+    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, 1, CONSUMERS, D, N, STAGES, True)
     g_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, _M, D], g_desc.layout)
     sizes = (queries, keys)
     shape = (heads, ratio, blocks, pairs, together, items)
@@ -171,18 +170,30 @@ def _kernel(
     inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles)
     rows_in = (max_ptr, peak_ptr, pull_ptr)
     # There are none.
-    grams = (q_desc, scale_ptr, 1, 0)
+    grams = (q_desc, scale_ptr)
     given = (common, post, rows_in, flow_ptr, g_tiles)
     supply = (common, post, inputs, grams, counter)
-    gl.warp_specialize(
-        [
-            (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
-            (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-            (_producer, (supply, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False, False)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_producer, (supply, 1, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False, False)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_producer, (supply, 1, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False, False)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
 
 
 def takes(call: Call, grad: Tensor) -> bool:
@@ -196,13 +207,15 @@ def flow(call: Call, grad: Tensor, pull: Tensor, max_logit: Tensor, largest_weig
     q, k, v = call.q, call.k, call.v
     assert v is not None
     batch, heads, queries, head_dim = q.shape
-    keys, size = k.shape[2], 128
+    keys = k.shape[2]
+    # Three consumers have registers for 64 keys at a time.
+    consumers, size, stages = (2, 128, 2) if head_dim == 128 else (3, 64, 8)
     scale = call.scale.contiguous()
     choices = scale_choices(scale)
     low, high = (0, 0) if call.band is None else call.band
     if call.band is not None:
         choices |= _BAND.value
-    pairs, blocks = batch * heads, -(-queries // (2 * ROWS))
+    pairs, blocks = batch * heads, -(-queries // (consumers * ROWS))
     with torch.cuda.device(q.device):
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         bounded = call.band is not None
@@ -210,7 +223,7 @@ def flow(call: Call, grad: Tensor, pull: Tensor, max_logit: Tensor, largest_weig
             described(q, ROWS), described(k, size), described(v, size), described(grad, ROWS),
             scale, max_logit, largest_weight, pull, found, counter,
             queries, keys, low, high, heads, call.group, blocks, pairs, together_in_cache(call), pairs * blocks,
-            choices, head_dim, size, 2 if head_dim == 128 else 4, bounded,
+            choices, consumers, head_dim, size, stages, bounded,
         )  # fmt: skip
         form = (q.dtype, head_dim, bounded, scale.dtype, q.device)
         launch(_kernel, min(pairs * blocks, processors(q.device.index)), arguments, form=form, num_warps=4)

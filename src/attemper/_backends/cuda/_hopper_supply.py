@@ -43,10 +43,9 @@ _FIRST_PER_BATCH = gl.constexpr(1 << 20)
 _STOP_PER_BATCH = gl.constexpr(1 << 21)
 _BAND = gl.constexpr(1 << 22)
 _PARTS = gl.constexpr(PARTS.value)
-_LETTER = gl.constexpr(20)
+_LETTER = gl.constexpr(23)
 """Numbers of a letter, by which the producer tells the consumers all about an item, so that they need not look it up:
-the item, its first tile of keys and the one after its last, batch, head, row, scale, four for each consumer, and how
-many granules of keys all rows see."""
+the item, its first tile of keys and the one after its last, batch, head, row, scale, and four for each consumer."""
 
 
 @gluon.jit
@@ -139,7 +138,7 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _announce(
-    item, common, grams, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
+    item, common, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Write the letter of an item: which tiles of keys it needs, and between which of them nothing is hidden."""
     scale_ptr, limits, sizes, shape, choices, _, _ = common
@@ -150,13 +149,11 @@ def _announce(
     head = pair % heads
     row = block * (CONSUMERS * _M)
     c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
-    _, _, granule, count = grams
     lowest = 0
     highest = gl.cdiv(sizes[1], N)
     if BOUNDED:
         lowest = _FARTHEST
         highest = 0
-        clear = _FARTHEST
         for who in gl.static_range(CONSUMERS):
             rows = row + who * _M + gl.arange(0, _M, gl.BlockedLayout([2], [32], [1], [0]))
             first, stop = _bounds(limits, batch, rows, sizes, choices)
@@ -171,16 +168,11 @@ def _announce(
             _write(mail, letter + 7 + 4 * who, low)
             _write(mail, letter + 8 + 4 * who, high)
             _write(mail, letter + 9 + 4 * who, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
-            free_high = least_stop // N - late.to(gl.int32)
-            _write(mail, letter + 10 + 4 * who, free_high)
-            clear = gl.minimum(clear, gl.where(high > low, gl.minimum(free_high, high - 1), _FARTHEST))
+            _write(mail, letter + 10 + 4 * who, least_stop // N - late.to(gl.int32))
             lowest = gl.minimum(lowest, low)
             highest = gl.maximum(highest, high)
         highest = gl.maximum(highest, 1)
         lowest = gl.minimum(lowest, highest - 1)
-        # Whole granules that all rows see all of, behind the first tile.
-        count = gl.minimum(gl.minimum(clear, highest) * N // granule, count)
-    _write(mail, letter + 19, count)
     _write(mail, letter, item)
     _write(mail, letter + 1, lowest)
     _write(mail, letter + 2, highest)
@@ -188,15 +180,14 @@ def _announce(
     _write(mail, letter + 4, head)
     _write(mail, letter + 5, row)
     _write(mail, letter + 6, c.to(gl.int32, bitcast=True))
-    return lowest, highest, batch, head, row, count
+    return lowest, highest, batch, head, row
 
 
 @gluon.jit
-def _sum_before(grams, batch, head, shape, before):
-    """Which of the sums over keys is that of a head over some granules."""
-    _, _, _, count = grams
+def _kv_pair(batch, head, shape):
+    """Which (batch, head) of K is that of one of Q."""
     heads, ratio, _, _, _, _ = shape
-    return (batch * (heads // ratio) + head // ratio) * (count + 1) + before
+    return batch * (heads // ratio) + head // ratio
 
 
 @gluon.jit
@@ -205,7 +196,7 @@ def _send_grams(
     D: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Copy the parts of a Gram matrix into the ring of K; in that of V they take empty places."""
-    grams_desc, _, _, _ = grams
+    grams_desc, _ = grams
     _, k_tiles, _ = buffers
     _, _, k_full, k_empty, v_full, v_empty = barriers
     for part in gl.static_range(_PARTS):
@@ -239,25 +230,27 @@ def _send(
 
 @gluon.jit
 def _send_queries(
-    batch, head, row, phase, inputs, q_tiles, q_full, q_empty, CONSUMERS: gl.constexpr, GRADIENT: gl.constexpr
+    batch, head, row, slot, phase, inputs, q_tiles, q_full, q_empty,
+    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, GRADIENT: gl.constexpr,
 ):  # fmt: skip
     """Copy the rows of Q, each consumer's once it is done with those before; with GRADIENT another matrix beside."""
     q_desc, _, _, g_desc, g_tiles = inputs
     for who in gl.static_range(CONSUMERS):
-        mbarrier.wait(q_empty.index(who), phase)
+        at = slot * CONSUMERS + who
+        mbarrier.wait(q_empty.index(at), phase)
         place = [batch, head, row + who * _M, 0]
-        mbarrier.expect(q_full.index(who), q_desc.block_type.nbytes * (2 if GRADIENT else 1))
-        _copy_in(q_desc, place, q_full.index(who), q_tiles.index(who))
+        mbarrier.expect(q_full.index(at), q_desc.block_type.nbytes * (2 if GRADIENT else 1))
+        _copy_in(q_desc, place, q_full.index(at), q_tiles.index(at))
         if GRADIENT:
-            _copy_in(g_desc, place, q_full.index(who), g_tiles.index(who))
-    return phase ^ 1
+            _copy_in(g_desc, place, q_full.index(at), g_tiles.index(at))
+    return _advance(slot, phase, ITEMS)
 
 
 @gluon.jit
 def _producer(
     supply,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
-    VALUES: gl.constexpr, GRADIENT: gl.constexpr, AHEAD: gl.constexpr, GRAMS: gl.constexpr,
+    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRADIENT: gl.constexpr, AHEAD: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
     """With AHEAD consumers begin one item too many; with GRAMS an item begins with the parts of a Gram matrix."""
     common, post, inputs, grams, counter = supply
@@ -269,18 +262,21 @@ def _producer(
     q_full, q_empty, _, _, _, _ = barriers
     stage = 0
     phase = 1
+    q_slot = 0
     q_phase = 1
     slot = 0
     mail_phase = 1
     item = gl.program_id(0)
-    lowest, highest, batch, head, row, before = _announce(item, common, grams, mail, 0, CONSUMERS, N, BOUNDED)
+    lowest, highest, batch, head, row = _announce(item, common, mail, 0, CONSUMERS, N, BOUNDED)
     mbarrier.arrive(mail_full.index(0))
     while item < items:
         kv_head = head // ratio
-        q_phase = _send_queries(batch, head, row, q_phase, inputs, q_tiles, q_full, q_empty, CONSUMERS, GRADIENT)
+        q_slot, q_phase = _send_queries(
+            batch, head, row, q_slot, q_phase, inputs, q_tiles, q_full, q_empty, ITEMS, CONSUMERS, GRADIENT
+        )
         if GRAMS:
             stage, phase = _send_grams(
-                _sum_before(grams, batch, head, shape, before),
+                _kv_pair(batch, head, shape),
                 stage,
                 phase,
                 grams,
@@ -295,8 +291,8 @@ def _producer(
         slot, mail_phase = _advance(slot, mail_phase, 2)
         coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
         mbarrier.wait(mail_empty.index(slot), mail_phase)
-        next_lowest, next_highest, next_batch, next_head, next_row, next_before = _announce(
-            coming, common, grams, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
+        next_lowest, next_highest, next_batch, next_head, next_row = _announce(
+            coming, common, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
         )
         mbarrier.arrive(mail_full.index(slot))
         for step in range(1, highest - lowest):
@@ -309,13 +305,14 @@ def _producer(
         batch = next_batch
         head = next_head
         row = next_row
-        before = next_before
     if AHEAD:
         # Somebody multiplies a tile of the last item again, and nobody looks at what comes out.
-        q_phase = _send_queries(batch, head, row, q_phase, inputs, q_tiles, q_full, q_empty, CONSUMERS, GRADIENT)
+        q_slot, q_phase = _send_queries(
+            batch, head, row, q_slot, q_phase, inputs, q_tiles, q_full, q_empty, ITEMS, CONSUMERS, GRADIENT
+        )
         if GRAMS:
             stage, phase = _send_grams(
-                _sum_before(grams, batch, head, shape, before),
+                _kv_pair(batch, head, shape),
                 stage,
                 phase,
                 grams,
@@ -373,19 +370,20 @@ def _pass(
 @gluon.jit
 def _rings(
     q_desc, k_desc, v_desc,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
+    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    VALUES: gl.constexpr,
 ):  # fmt: skip
     """Shared memory for the tiles of Q, K and V, the barriers that say when they are full and empty, and the mail."""
     DTYPE: gl.constexpr = q_desc.dtype
     ONE: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(DTYPE, [CONSUMERS, 1, 1, _M, D], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(DTYPE, [ITEMS * CONSUMERS, 1, 1, _M, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], k_desc.layout)
     # Without values the name stays, and nothing is kept under it.
     v_tiles = k_tiles
     if VALUES:
         v_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, N, D], v_desc.layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], ONE)
+    q_full = gl.allocate_shared_memory(gl.int64, [ITEMS * CONSUMERS, 1], ONE)
+    q_empty = gl.allocate_shared_memory(gl.int64, [ITEMS * CONSUMERS, 1], ONE)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
@@ -396,7 +394,7 @@ def _rings(
     for i in gl.static_range(2):
         mbarrier.init(mail_full.index(i), count=1)
         mbarrier.init(mail_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(CONSUMERS):
+    for i in gl.static_range(ITEMS * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):

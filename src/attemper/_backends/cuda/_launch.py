@@ -18,7 +18,7 @@ from . import _cudnn
 from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
 from ._flow import dots_kernel, flow_kernel
 from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
-from ._gram import begins_at_first_key, grams, worthwhile
+from ._gram import grams, worthwhile
 from ._ready import MOST, copyable, form_of, launch, strides_of
 from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes, Summed
 
@@ -59,10 +59,12 @@ def tiling(call: Call, depth: int, rows: int, measure: int) -> Tiling:
         return Tiling(64, 32, 4, 2)
     room = _shared_memory(call.q.device)
     if depth <= 64:
-        # Of 65 KiB: two blocks of the first kind share a processor.
-        return Tiling(128, 64, 8, 3, 128 if room >= 130 * 1024 else None) if measure < 2 else Tiling(128, 64, 4, 3)
-    # Of 161 or 97 KiB. With fewer registers than these take, the compiler waits for each product.
-    return Tiling(128, 128, 8, 2) if room >= 227 * 1024 else Tiling(128, 64, 8, 2)
+        # Of 65 KiB: two blocks share a processor.
+        return Tiling(128, 64, 8, 3, 128 if room >= 130 * 1024 else None)
+    # Of 225, 129 or 97 KiB. With fewer registers than these take, the compiler waits for each product.
+    if room >= 227 * 1024 and measure >= 2:
+        return Tiling(128, 128, 8, 3)
+    return Tiling(128, 64, 8, 3 if room >= 130 * 1024 else 2)
 
 
 @cache
@@ -100,7 +102,7 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
             _portable(call, measure, output, wide, _fields(call, found), peak=peak)
             return output, found
         needed = {name: found[name] for name in hopper.FIELDS if name in found}
-        later = "first_key_weight" in needed and not begins_at_first_key(call)
+        later = "first_key_weight" in needed and not _begins_at_first_key(call)
         if later:
             del needed["first_key_weight"]
             needed.setdefault("logsumexp", empty(call, "logsumexp", rows))
@@ -109,6 +111,11 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
         hopper.forward(call, output, wide, needed, marks)
         _after_hopper(call, measure, output, wide, _fields(call, found | needed), marks, opening=later)
     return output, found
+
+
+def _begins_at_first_key(call: Call) -> bool:
+    """Whether every row that sees a key sees the first."""
+    return call.first is None if call.band is None else call.band[0] + call.q.shape[2] <= 1
 
 
 @lru_cache(maxsize=64)
@@ -177,16 +184,14 @@ def _portable(
     programs = batch * heads // stack * blocks
     splits = splits_for(programs, call.k.shape[2], tile.keys, call.q.device)
     kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
-    summed, copies = Summed(call.scale, call.scale, 1, 0), (call.scale, call.scale)
-    if measure >= 2 and splits == 1 and worthwhile(call):
+    summed, copies = Summed(call.scale, call.scale), (call.scale, call.scale)
+    add_up = measure >= 2 and splits == 1 and worthwhile(call)
+    if add_up:
         # All keys but those of the last tile, which gives a reference.
-        found = grams(call, (triton.cdiv(call.k.shape[2], tile.keys) - 1) * tile.keys)
-        summed = Summed(found.parts, found.sums, found.granule, found.granules)
+        summed = Summed(*grams(call, (triton.cdiv(call.k.shape[2], tile.keys) - 1) * tile.keys))
     if splits == 1 and _copies(call, tile):
         copies = tuple(_described(x, tile.keys) for x in (call.k, call.k if call.v is None else call.v))
-    ahead = kind._replace(
-        split=splits > 1, peak=peak, summed=summed.granules > 0, copied=isinstance(copies[0], TensorDescriptor)
-    )
+    ahead = kind._replace(split=splits > 1, peak=peak, summed=add_up, copied=isinstance(copies[0], TensorDescriptor))
     sizes = _sizes(call, blocks, stack, splits)
     q, k = _matrix(call.q, call), _matrix(call.k, call)
     v, out, full = (_matrix(x, call) for x in (call.v, output, wide))
@@ -208,7 +213,7 @@ def _portable(
 
 
 def _copies(call: Call, tile: Tiling) -> bool:
-    """Whether the copy engine can bring the tiles of k and v, and these are of a size for which that was compared."""
+    """Whether the copy engine can bring the tiles of k and v, and these are of a size for which that was faster."""
     plain = call.mask is None and call.softcap is None and not call.dropout_p
     operands = [call.k] if call.v is None else [call.k, call.v]
     return (
@@ -216,7 +221,7 @@ def _copies(call: Call, tile: Tiling) -> bool:
         and tile.rows == 128
         and tile.stages > 1
         and _copy_engine(call.q.device)
-        and all(x.shape[3] in (64, 128) and x.dtype != torch.float32 and copyable(x) for x in operands)
+        and all(x.shape[3] == 128 and x.dtype != torch.float32 and copyable(x) for x in operands)
     )
 
 

@@ -102,12 +102,10 @@ class Matrix(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """Sums over keys (see `_gram`), with as many granules."""
+    """Sums over keys (see `_gram`)."""
 
     parts: Any
     sums: Any
-    granule: Any
-    granules: Any
 
 
 class Masked(NamedTuple):
