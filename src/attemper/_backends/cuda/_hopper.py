@@ -145,7 +145,7 @@ def _begin(
     _, _, sizes, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     q_tiles, k_tiles, _ = buffers
-    q_full, _, k_full, k_empty, v_full, v_empty = barriers
+    q_full, _, k_full, _v_full, empty = barriers
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     mbarrier.wait(mail_full.index(slot), mail_phase)
     item = _read(mail, slot * _LETTER)
@@ -166,10 +166,7 @@ def _begin(
             gram = k_tiles.index(stage).reshape([N, D]).slice(0, D, 0).permute((1, 0))
             product = warpgroup_mma(q, gram, product, is_async=True)
             product = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(k_empty.index(stage))
-            if VALUES:
-                mbarrier.wait(v_full.index(stage), phase)
-                mbarrier.arrive(v_empty.index(stage))
+            mbarrier.arrive(empty.index(stage))
             stage, phase = _advance(stage, phase, STAGES)
         _, sums_ptr = grams
         which = _kv_pair(place[0], place[1], shape).to(gl.int64)
@@ -180,7 +177,7 @@ def _begin(
     if BOUNDED:
         skipped = gl.where(item < shape[5], tiles[1] - tiles[3], 0)
         stage, phase, turn_phase = _pass(
-            skipped, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, VALUES
+            skipped, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True
         )
     mbarrier.wait(k_full.index(stage), phase)
     if VALUES:
@@ -220,7 +217,7 @@ def _consumer(
     heads = shape[0]
     items = shape[5]
     q_tiles, k_tiles, v_tiles = buffers
-    _q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    _q_full, q_empty, k_full, v_full, empty = barriers
     DTYPE: gl.constexpr = q_tiles.dtype
     # Where the scores lie, the accumulator of the output, the weights as its left side, and rows.
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
@@ -264,7 +261,8 @@ def _consumer(
         near = (nothing, nothing)
         far_moved, far_spread = moments
         tile = high - 1
-        mbarrier.arrive(k_empty.index(stage))
+        # Of this tile of K, and of the tile of V before it.
+        mbarrier.arrive(empty.index(stage))
         opening = nothing.to(gl.int32)
         if LEVEL >= 3:
             opening = _opening(s)
@@ -308,9 +306,7 @@ def _consumer(
             p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
             if VALUES:
                 o = warpgroup_mma_wait(0, deps=(o,))
-                mbarrier.arrive(v_empty.index(v_stage))
-            # Not before: one stop of the warpgroup for both is cheaper than an earlier copy.
-            mbarrier.arrive(k_empty.index(stage))
+            mbarrier.arrive(empty.index(stage))
             v_stage = stage
             v_phase = phase
             stage, phase = _advance(stage, phase, STAGES)
@@ -319,10 +315,9 @@ def _consumer(
             mbarrier.wait(v_full.index(v_stage), v_phase)
             o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=(o,))
-            mbarrier.arrive(v_empty.index(v_stage))
         if BOUNDED:
             stage, phase, turn_phase = _pass(
-                low - lowest, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, VALUES
+                low - lowest, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True
             )
         good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
         of_next = _begin(

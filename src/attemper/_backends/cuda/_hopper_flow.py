@@ -60,7 +60,7 @@ def _consumer(
     heads = shape[0]
     items = shape[5]
     q_tiles, k_tiles, v_tiles = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_full, q_empty, k_full, v_full, empty = barriers
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     R: gl.constexpr = gl.SliceLayout(1, S)
     stage = 0
@@ -119,8 +119,7 @@ def _consumer(
                     s = _shown(s, tile, first, width, N)
                 p = gl.exp2(s * c - gl.expand_dims(reference, 1))
                 off = warpgroup_mma_wait(0, deps=(off,))
-                mbarrier.arrive(k_empty.index(stage))
-                mbarrier.arrive(v_empty.index(stage))
+                mbarrier.arrive(empty.index(stage))
                 off -= gl.expand_dims(pull, 1)
                 if slow:
                     off = gl.where(s > _HIDDEN, off, 0.0)

@@ -198,34 +198,39 @@ def _send_grams(
     """Copy the parts of a Gram matrix into the ring of K; in that of V they take empty places."""
     grams_desc, _ = grams
     _, k_tiles, _ = buffers
-    _, _, k_full, k_empty, v_full, v_empty = barriers
+    _, _, k_full, v_full, empty = barriers
     for part in gl.static_range(_PARTS):
-        mbarrier.wait(k_empty.index(stage), phase)
+        mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(k_full.index(stage), grams_desc.block_type.nbytes)
         _copy_in(grams_desc, [which, part, 0, 0], k_full.index(stage), k_tiles.index(stage).slice(0, D, 2))
-        if VALUES:
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.arrive(v_full.index(stage))
+        v_stage = stage
         stage, phase = _advance(stage, phase, STAGES)
+        if VALUES:
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.arrive(v_full.index(v_stage))
     return stage, phase
 
 
 @gluon.jit
 def _send(
-    key, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES: gl.constexpr, VALUES: gl.constexpr
+    key, batch, kv_head, stage, phase, inputs, buffers, barriers,
+    STAGES: gl.constexpr, VALUES: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
-    """Copy a tile of K and one of V into the rings once their places are free."""
+    """Copy a tile of K and one of V into the rings once their places are free; with BEHIND V's is free one later."""
     _, k_desc, v_desc, _, _ = inputs
     _, k_tiles, v_tiles = buffers
-    _, _, k_full, k_empty, v_full, v_empty = barriers
-    mbarrier.wait(k_empty.index(stage), phase)
+    _, _, k_full, v_full, empty = barriers
+    mbarrier.wait(empty.index(stage), phase)
     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
     _copy_in(k_desc, [batch, kv_head, key, 0], k_full.index(stage), k_tiles.index(stage))
+    v_stage = stage
+    stage, phase = _advance(stage, phase, STAGES)
     if VALUES:
-        mbarrier.wait(v_empty.index(stage), phase)
-        mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-        _copy_in(v_desc, [batch, kv_head, key, 0], v_full.index(stage), v_tiles.index(stage))
-    return _advance(stage, phase, STAGES)
+        if BEHIND:
+            mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
+        _copy_in(v_desc, [batch, kv_head, key, 0], v_full.index(v_stage), v_tiles.index(v_stage))
+    return stage, phase
 
 
 @gluon.jit
@@ -259,7 +264,9 @@ def _producer(
     ratio = shape[1]
     items = shape[5]
     q_tiles, _, _ = buffers
-    q_full, q_empty, _, _, _, _ = barriers
+    q_full, q_empty, _, _, _ = barriers
+    # Who has gradients multiplies K and V of a tile at the same time, the others V one tile later.
+    BEHIND: gl.constexpr = not GRADIENT
     stage = 0
     phase = 1
     q_slot = 0
@@ -286,7 +293,9 @@ def _producer(
                 STAGES,
                 VALUES,
             )
-        stage, phase = _send((highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES)
+        stage, phase = _send(
+            (highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES, BEHIND
+        )
         # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
         slot, mail_phase = _advance(slot, mail_phase, 2)
         coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -297,7 +306,17 @@ def _producer(
         mbarrier.arrive(mail_full.index(slot))
         for step in range(1, highest - lowest):
             stage, phase = _send(
-                (highest - 1 - step) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES
+                (highest - 1 - step) * N,
+                batch,
+                kv_head,
+                stage,
+                phase,
+                inputs,
+                buffers,
+                barriers,
+                STAGES,
+                VALUES,
+                BEHIND,
             )
         item = coming
         lowest = next_lowest
@@ -323,7 +342,7 @@ def _producer(
                 VALUES,
             )
         stage, phase = _send(
-            (highest - 1) * N, batch, head // ratio, stage, phase, inputs, buffers, barriers, STAGES, False
+            (highest - 1) * N, batch, head // ratio, stage, phase, inputs, buffers, barriers, STAGES, False, BEHIND
         )
 
 
@@ -348,21 +367,22 @@ def _shown(s, tile, first, width, N: gl.constexpr):
 @gluon.jit
 def _pass(
     tiles, stage, phase, turn_phase, barriers, turns,
-    who: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr, TURNS: gl.constexpr,
+    who: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
     """Let tiles go by that other consumers of the item need."""
-    _, _, k_full, k_empty, v_full, v_empty = barriers
+    _, _, k_full, v_full, empty = barriers
     for _step in range(tiles):
-        if TURNS:
+        if VALUES and BEHIND:
             mbarrier.wait(turns.index(who), turn_phase)
             turn_phase ^= 1
             mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
         # A tile that nobody reads must still have arrived before the next takes its place.
         mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.arrive(k_empty.index(stage))
-        if VALUES:
+        if VALUES and not BEHIND:
             mbarrier.wait(v_full.index(stage), phase)
-            mbarrier.arrive(v_empty.index(stage))
+        mbarrier.arrive(empty.index(stage))
+        if VALUES and BEHIND:
+            mbarrier.wait(v_full.index(stage), phase)
         stage, phase = _advance(stage, phase, STAGES)
     return stage, phase, turn_phase
 
@@ -385,9 +405,9 @@ def _rings(
     q_full = gl.allocate_shared_memory(gl.int64, [ITEMS * CONSUMERS, 1], ONE)
     q_empty = gl.allocate_shared_memory(gl.int64, [ITEMS * CONSUMERS, 1], ONE)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
+    # One for the places of both: every arrival stops the warpgroup.
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     mail = gl.allocate_shared_memory(gl.int32, [2 * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
     mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
@@ -399,10 +419,9 @@ def _rings(
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    barriers = (q_full, q_empty, k_full, v_full, empty)
     return (q_tiles, k_tiles, v_tiles), barriers, (mail, mail_full, mail_empty)
 
 
