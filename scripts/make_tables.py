@@ -320,6 +320,19 @@ def cuda_eager_table() -> str:
     return _table(("head_dim, length, keys seen", "times as fast", "memory of the matrix", "of `attend`"), cells)
 
 
+def training_step_table() -> str:
+    """What watching adds to a training step on a GPU."""
+    record = json.loads((ROOT / "benchmarks/results/training_step-nvidia-h200.json").read_text())
+    model = record["model"]
+    cells = [(row["way"], f"{1e3 * row['seconds']:.1f} ms", f"{row['ratio']:.3f}×") for row in record["rows"]]
+    caption = (
+        f"{record['device']}, torch {_short(record, 'torch')}: {model['layers']} layers of {model['heads']} heads, "
+        f"{model['parameters'] / 1e6:.0f} million parameters, {model['batch']} × {model['length']} tokens, bfloat16, "
+        f"compiled; medians of {record['rounds']} blocks of {record['steps']} steps."
+    )
+    return f"{caption}\n\n" + _table(("watched", "a step", "of unwatched"), cells)
+
+
 def _short(record: dict, package: str) -> str:
     return record["versions"][package].partition("+")[0]
 
@@ -469,6 +482,7 @@ QUICK = {
     "cuda_forward": cuda_forward_table,
     "cuda_backward": cuda_backward_table,
     "cuda_eager": cuda_eager_table,
+    "training_step": training_step_table,
     "zoo": zoo_table,
     "zoo_summary": zoo_summary_table,
     "claims": claims_table,
