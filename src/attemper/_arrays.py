@@ -115,6 +115,6 @@ def to_numpy(x: Array) -> Any:
     """A NumPy array of at least float32, or of whole numbers, for summaries and files."""
     if framework_of(x) == "torch":
         x = x.detach().cpu()
-        x = (x.float() if dtype_name(x) in ("float16", "bfloat16") else x).numpy()
+        return (x.float() if dtype_name(x) in ("float16", "bfloat16") else x).numpy()
     x = np.asarray(x)
     return x.astype(np.float32) if x.dtype.name in ("float16", "bfloat16") else x

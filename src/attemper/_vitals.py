@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -171,14 +173,14 @@ class Vitals:
             headline = f"padding_weight has shape {tuple(padding_weight.shape)}, but the Reading's is {shape}."
             raise ShapeError(explain(headline, "Pass one number per row."))
 
+        @cache
         def columns(name: str) -> Any:
             """(sequences, heads, queries), or None."""
             value = padding_weight if name == "padding_weight" else getattr(reading, name)
             if value is None:
                 return None
-            array = to_numpy(value).astype(np.float64)
-            batch = int(np.prod(array.shape[:-2]))
-            return array.reshape(batch, heads, array.shape[-1])
+            array = to_numpy(value)
+            return array.reshape(math.prod(array.shape[:-2]), heads, array.shape[-1])
 
         visible = columns("visible_keys")
         if shape and visible is None:
@@ -201,13 +203,13 @@ class Vitals:
         }
         weights: dict[str, PerHead] = {}
         deciding = taken & (visible > 1)
+        decided = deciding.sum(axis=(0, 2))
         for name, merge in _MERGES.items():
             if name in values or merge == "pairwise":
                 continue
             source = {"least_normalized_entropy": "normalized_entropy", "total_pressure": "pressure"}.get(name, name)
             column = columns(source)
-            if column is None:
-                column = np.zeros((0, count, 0))
+            column = np.zeros((0, count, 0)) if column is None else column.astype(np.float64)
             among = taken if column.shape == visible.shape else np.ones(column.shape, dtype=bool)
             if merge == "sum":
                 values[name] = np.where(among, column, 0).sum(axis=(0, 2)).astype(np.int64)
@@ -216,12 +218,15 @@ class Vitals:
             elif merge == "min":
                 values[name] = np.fmin.reduce(np.where(among, column, np.nan), axis=(0, 2), initial=np.inf)
             elif merge == "mean over rows":
-                finite = np.isfinite(column)
                 counted = deciding if column.shape == visible.shape else among
-                if not finite.all():
-                    counted = counted & finite
-                weights[name] = counted.sum(axis=(0, 2))
-                values[name] = _divide(column.sum(axis=(0, 2), where=counted), weights[name])
+                weights[name] = decided if counted is deciding else counted.sum(axis=(0, 2))
+                with np.errstate(invalid="ignore"):
+                    total = column.sum(axis=(0, 2), where=counted)
+                if not np.isfinite(total).all():
+                    # Only then is there something to leave out.
+                    counted = counted & np.isfinite(column)
+                    weights[name], total = counted.sum(axis=(0, 2)), column.sum(axis=(0, 2), where=counted)
+                values[name] = _divide(total, weights[name])
             else:
                 per_sequence = np.where(among, column, 0).sum(axis=2)
                 if name == "total_pressure":
