@@ -255,6 +255,14 @@ def reading_together(together: Together, *, backend: str, awaited: tuple[str, ..
     return reading
 
 
+def changed(reading: Reading, **values: Any) -> Reading:
+    """A copy with other values in some fields; unlike dataclasses.replace it leaves together what lies together."""
+    copy = object.__new__(Reading)
+    own = {f"_{name}" if name in AFTER_BACKWARD else name: value for name, value in values.items()}
+    vars(copy).update({**vars(reading), **own})
+    return copy
+
+
 DERIVED = {
     "normalized_entropy": ("entropy", "visible_keys"),
     "effective_keys": ("collision",),

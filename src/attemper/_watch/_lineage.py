@@ -202,6 +202,8 @@ class Lineage:
         if name in SAME_NUMBERS and (alone or (args and args[0] is tensor)):
             # Of the others, as in type_as, only the type or the shape is taken.
             for part in parts:
+                if part is tensor:
+                    continue
                 if tag.own is None or part.numel() == tensor.numel():
                     self.set(part, tag)
                 else:
@@ -213,8 +215,9 @@ class Lineage:
                 # Known exactly, and also where the tensor itself was overwritten.
                 self.set(result, replace(tag, factor=tag.factor * (1 / number if name in DIVIDING else number)))
                 return
-        roots = [{source.piece.root for source in t.made_of(x)} for x, t in tags]
-        related = not alone and bool(set.intersection(*roots))
+        related = not alone and bool(
+            set.intersection(*({source.piece.root for source in t.made_of(x)} for x, t in tags))
+        )
         if name in ADDING and not related and all(t.own is not None for _, t in tags):
             # A bias, a low-rank addition, a position: still what the projection, in a wider sense, put out.
             root = tag.own.root if tag.own is not None else Piece()
@@ -230,7 +233,7 @@ class Lineage:
             root = tag.made_of(tensor)[0].piece.root if tag.made_of(tensor) else Piece()
             self.set(result, Projected(Piece(inputs=root.inputs), normalised=True))
             return
-        made_of = _outermost([source for x, t in tags for source in t.made_of(x)])
+        made_of = tag.made_of(tensor) if alone else _outermost([source for x, t in tags for source in t.made_of(x)])
         self.set(result, Projected(None, 1.0, made_of, any(t.normalised for _, t in tags)))
 
     def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
@@ -457,7 +460,7 @@ def origin_of(tag: Any, x: Tensor) -> Origin | None:
         # Some of it was repeated and some was not.
         return Origin(None, width, tag.normalised, model_dim)
     # What lies beyond the width is 0.
-    rows = _norms(x[..., :width], -1).flatten()
+    rows = row_norms(x[..., :width])
     theirs = [_norms_of_source(source.tensor, width) for source in tag.sources]
     energy = share * sum((_norm(norms) / source.factor) ** 2 for norms, source in zip(theirs, tag.sources, strict=True))
     mine = _norm(rows)
@@ -474,18 +477,24 @@ def origin_of(tag: Any, x: Tensor) -> Origin | None:
 
 def _is_cosine(x: Tensor, factor: float) -> bool:
     """Whether a norm made the heads unit vectors: their temperature is then a number of its own, not 1/√d_k."""
-    length = float(_norms(x, -1).mean()) / abs(factor)
+    length = float(row_norms(x).mean()) / abs(factor)
     return abs(length - 1) < 0.05
 
 
 def _norm(x: Tensor) -> float:
-    return float(_norms(x, None))
+    return float(torch.linalg.vector_norm(_wide(x)))
 
 
-def _norms(x: Tensor, dim: int | None) -> Tensor:
+def row_norms(x: Tensor) -> Tensor:
+    """Of the last axis, taken in the order in which memory has the rows: of heads by tokens several times as fast."""
+    order = sorted(range(x.dim() - 1), key=x.stride, reverse=True)
+    norms: Tensor = torch.linalg.vector_norm(_wide(x).permute(*order, -1), dim=-1)
+    return norms.permute([order.index(axis) for axis in range(len(order))])
+
+
+def _wide(x: Tensor) -> Tensor:
     x = x.detach()
-    norms: Tensor = torch.linalg.vector_norm(x if x.dtype == torch.float64 or x.is_complex() else x.float(), dim=dim)
-    return norms
+    return x if x.dtype == torch.float64 or x.is_complex() else x.float()
 
 
 def _in_order(x: Tensor) -> Tensor:
@@ -497,13 +506,19 @@ def _norms_of_source(source: Tensor, width: int) -> Tensor:
     """Of its rows of some width; itself where it has none."""
     if source.is_complex() or source.shape[-1] % width:
         return source
-    return _norms(source.reshape(-1, width), -1)
+    return row_norms(source if source.shape[-1] == width else source.unflatten(-1, (-1, width)))
 
 
 def _alike(mine: Tensor, theirs: Tensor) -> bool:
     """Whether every head of every token was multiplied by the same number, so far as these norms tell."""
-    mine, theirs = _in_order(mine), _in_order(theirs)
     if mine.numel() % theirs.numel():
         return True
+    if mine.shape == theirs.shape and _close(mine, theirs, mine.amax(), theirs.amax()):
+        return True  # so they are in order of size, in which the furthest apart are nearest
+    mine, theirs = _in_order(mine.flatten()), _in_order(theirs.flatten())
     theirs = theirs.repeat_interleave(mine.numel() // theirs.numel())
-    return bool((mine / mine[-1] - theirs / theirs[-1]).abs().max() <= 0.05)
+    return _close(mine, theirs, mine[-1], theirs[-1])
+
+
+def _close(mine: Tensor, theirs: Tensor, my_largest: Tensor, their_largest: Tensor) -> bool:
+    return bool((mine / my_largest - theirs / their_largest).abs().max() <= 0.05)

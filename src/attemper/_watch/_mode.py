@@ -47,6 +47,8 @@ class Mode(TorchFunctionMode):
         if softmax is not None and session.factor != 1:
             args, kwargs = self._reheated(softmax, args, kwargs)
         result = func(*args, **kwargs)
+        if name == "__get__" and not isinstance(result, Tensor):
+            return result  # a shape or a type, which models ask for again and again
         try:
             if softmax is not None:
                 self._after_softmax(softmax, result)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from .._attend import attend, read
-from .._reading import Reading
+from .._reading import Reading, changed
 from .._state import finish, observe
 from .._vitals import Site, Vitals
+from ._lineage import row_norms
 
 HIDING = -1e4
 """A bias this low hides a key from the Reading: models write finite minima where they mean −inf."""
@@ -79,11 +80,11 @@ class Record:
         elif shape not in ((batch, heads, queries), (batch * heads, queries)):
             return
         with torch.no_grad():
-            norm = torch.linalg.vector_norm(output.detach().float(), dim=-1).reshape(batch, heads, queries)
+            norm = row_norms(output.float()).reshape(batch, heads, queries).contiguous()
             nonfinite = self.reading.nonfinite
             if nonfinite is not None:
                 nonfinite = nonfinite | ~torch.isfinite(norm)
-            self.reading = replace(self.reading, output_norm=norm, nonfinite=nonfinite)
+            self.reading = changed(self.reading, output_norm=norm, nonfinite=nonfinite)
 
     def leave_out(self, padding: Tensor, weight: Tensor) -> None:
         """Note the weight on padding, (batch, keys), and leave its rows out where they are the keys'."""
@@ -93,7 +94,7 @@ class Record:
 
     def vitals(self) -> Vitals:
         flow = self.gradient_flow if self.gradient_flow is not None else self.reading.gradient_flow
-        reading = replace(self.reading, pressure=self.sequence_pressure, gradient_flow=flow, gradients=None, awaited=())
+        reading = changed(self.reading, pressure=self.sequence_pressure, gradient_flow=flow, gradients=None, awaited=())
         return Vitals.of(reading, self.site, rows=self.rows, padding_weight=self.padding_weight)
 
 
