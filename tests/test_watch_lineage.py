@@ -1,6 +1,7 @@
 """The effective scale: what multiplies the projections' q·k in all, wherever it is applied; and what is declared."""
 
 import math
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -332,6 +333,38 @@ def test_inputs_that_no_projection_made_have_no_effective_scale(attention):
     site = site_of(Bare(), torch.randn(BATCH, HEADS, LENGTH, WIDTH))
     assert site.effective_scale is None
     assert site.projection_factor is None
+
+
+class Gated(nn.Module):
+    """A gated MLP that notes which of its tensors are still there when they have been multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x):
+        gate, up = self.gate(x), self.up(x)
+        refs = weakref.ref(gate), weakref.ref(up)
+        hidden = functional.silu(gate) * up
+        del gate, up
+        self.kept = [ref() is not None for ref in refs]
+        return self.down(hidden)
+
+
+def test_what_an_activation_was_made_of_is_not_kept():
+    """It cannot reach q or k by linear maps, and it is the widest that a model has."""
+    model = nn.Sequential(Gated(), Block(nothing, fused))
+    with watch(model, every=1) as monitor, torch.no_grad():
+        model(torch.randn(BATCH, LENGTH, WIDTH))
+    assert model[0].kept == [False, False]
+    (vitals,) = monitor.vitals.values()
+    assert vitals.site.effective_scale == 1
+
+
+@both
+def test_q_and_k_behind_an_activation_have_no_effective_scale(attention):
+    site = site_of(Block(lambda m, q, k, v: (functional.silu(q), k, v), attention))
+    assert site.effective_scale is None
 
 
 def test_a_temperature_for_every_head():

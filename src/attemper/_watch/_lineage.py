@@ -68,6 +68,9 @@ SAME_NUMBERS = frozenset(
 
 NORMALISING = frozenset(("layer_norm", "rms_norm", "normalize", "group_norm", "batch_norm", "softmax"))
 PROJECTING = frozenset(("linear", "bilinear", "addmm", "conv1d", "conv2d", "conv3d", "embedding"))
+ACTIVATING = frozenset(
+    ("silu", "gelu", "relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "mish", "hardswish", "softplus", "sigmoid")
+)
 MULTIPLYING = frozenset(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"))
 DIVIDING = frozenset(("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"))
 ADDING = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__"))
@@ -199,6 +202,12 @@ class Lineage:
         tensor, tag = tags[0]
         result = parts[0]
         alone = len(tags) == 1
+        if name in ACTIVATING or any(t.own is None and not t.sources for _, t in tags):
+            # No linear map of a projection any more. To keep what it was made of would hold the widest tensors of a
+            # model, those within its MLPs, for longer than the model does, which costs it the memory it would reuse.
+            for part in parts:
+                self.set(part, Projected(None, normalised=True))
+            return
         if name in SAME_NUMBERS and (alone or (args and args[0] is tensor)):
             # Of the others, as in type_as, only the type or the shape is taken.
             for part in parts:
