@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ def measure(contenders: Sequence[Contender], settings: Settings) -> Timing:
     repeats = {contender.name: _repeats(contender.call) for contender in contenders}
     seldom = frozenset(contender.name for contender in contenders if contender.every > 1)
     rounds: list[dict[str, float]] = []
+    shuffle = random.Random(0)
     was_collecting = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -63,8 +65,9 @@ def measure(contenders: Sequence[Contender], settings: Settings) -> Timing:
         start = time.perf_counter()
         while True:
             taking_part = [contender for contender in contenders if len(rounds) % contender.every == 0]
-            # From either end, so that none always comes after the same one.
-            order = taking_part if len(rounds) % 2 else taking_part[::-1]
+            # Shuffled, so that each comes after each of the others: who follows another's threads finds them spinning,
+            # and the caches full of what is not his.
+            order = shuffle.sample(taking_part, len(taking_part))
             took = {contender.name: _time(contender.call, repeats[contender.name]) for contender in order}
             # In the order in which they were given.
             rounds.append({contender.name: took[contender.name] for contender in taking_part})
