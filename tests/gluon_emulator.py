@@ -215,6 +215,12 @@ class Value(_Base):
         shape = shape[0] if len(shape) == 1 and isinstance(shape[0], list | tuple) else shape
         return reshape(self, shape)
 
+    def permute(self, *order):
+        return permute(self, *order)
+
+    def split(self):
+        return split(self)
+
     def sum(self, axis=None, keep_dims=False):
         return sum(self, axis, keep_dims)
 

@@ -43,8 +43,10 @@ from ._hopper_supply import (
     _PARTS,
     _STOP_PER_BATCH,
     ROWS,
+    _added,
     _advance,
     _bounds,
+    _halves,
     _kv_pair,
     _of_head,
     _open,
@@ -112,19 +114,42 @@ def _meets(tile, first, width, N: gl.constexpr):
 
 
 @gluon.jit
+def _joined(left, right):
+    if left.shape[1] == 4:
+        return gl.join(left, right).reshape([left.shape[0], 8])
+    else:
+        return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
+def _weigh_columns(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constexpr):
+    """Some columns at a time: the compiler keeps to the order, and fills the time that exponentials take with sums."""
+    if s.shape[1] > 8:
+        left, right = _halves(s)
+        left, sums = _weigh_columns(left, reference, c, sums, DTYPE, LEVEL)
+        right, sums = _weigh_columns(right, reference, c, sums, DTYPE, LEVEL)
+        return _joined(left, right), sums
+    else:
+        total, tilted, squares, largest = sums
+        x = s * c - gl.expand_dims(gl.convert_layout(reference, gl.SliceLayout(1, s.type.layout)), 1)
+        p = gl.exp2(x)
+        total = _added(p, total)
+        if LEVEL >= 1:
+            # The bits of numbers from 0 on are ordered like integers, of which one instruction compares three.
+            left, right = _halves(p.to(gl.int32, bitcast=True))
+            of_both = gl.convert_layout(gl.maximum(left, right), largest.type.layout)
+            largest = gl.maximum(largest, of_both)
+        if LEVEL >= 2:
+            tilted = _added(p * x, tilted)
+            squares = _added(p * p, squares)
+        return p.to(DTYPE), (total, tilted, squares, largest)
+
+
+@gluon.jit
 def _weigh(s, reference, c, sums, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LEVEL: gl.constexpr):
     """The weights as the left side of PV, and the sums with theirs."""
-    total, tilted, squares, largest = sums
-    x = s * c - gl.expand_dims(reference, 1)
-    p = gl.exp2(x)
-    total += _own_sum(p)
-    if LEVEL >= 1:
-        # The bits of numbers from 0 on are ordered like integers, of which one instruction compares three.
-        largest = gl.maximum(largest, _own_max(p.to(gl.int32, bitcast=True)))
-    if LEVEL >= 2:
-        tilted += _own_sum(p * x)
-        squares += _own_sum(p * p)
-    return gl.convert_layout(p.to(DTYPE), LAYOUT), (total, tilted, squares, largest)
+    p, sums = _weigh_columns(s, reference, c, sums, DTYPE, LEVEL)
+    return gl.convert_layout(p, LAYOUT), sums
 
 
 @gluon.jit
@@ -301,8 +326,8 @@ def _consumer(
                 if LEVEL >= 3:
                     near = _scatter(s, reference, c, near)
             elif LEVEL >= 3 and not GRAMS:
-                far_moved += _own_sum(s)
-                far_spread += _own_sum(s * s)
+                far_moved = _added(s, far_moved)
+                far_spread = _added(s * s, far_spread)
             p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
             if VALUES:
                 o = warpgroup_mma_wait(0, deps=(o,))

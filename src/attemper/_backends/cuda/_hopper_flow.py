@@ -23,8 +23,10 @@ from ._hopper_supply import (
     _LOG2_E,
     _M,
     ROWS,
+    _added,
     _advance,
     _bounds,
+    _halves,
     _open,
     _own_sum,
     _pass,
@@ -44,6 +46,23 @@ if TYPE_CHECKING:
 
 _SCALES = (2.0**-20, 2.0**19)
 """Scales for which q·k of a hidden key is far below every other."""
+
+
+@gluon.jit
+def _push(s, off, c, reference, pull, sums):
+    """The sums with those of a tile, some columns at a time as in `_hopper`."""
+    if s.shape[1] > 8:
+        left, right = _halves(s)
+        off_left, off_right = _halves(off)
+        sums = _push(left, off_left, c, reference, pull, sums)
+        return _push(right, off_right, c, reference, pull, sums)
+    else:
+        moved, around, weighed, leaning = sums
+        rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+        p = gl.exp2(s * c - gl.expand_dims(gl.convert_layout(reference, rows), 1))
+        off -= gl.expand_dims(gl.convert_layout(pull, rows), 1)
+        pushed = p * off
+        return _added(off, moved), _added(off * off, around), _added(pushed * off, weighed), _added(pushed, leaning)
 
 
 @gluon.jit
@@ -92,10 +111,7 @@ def _consumer(
             width = first + keys
         zero = gl.zeros([_M, N], gl.float32, S)
         nothing = gl.zeros_like(_own_sum(zero))
-        moved = nothing
-        around = nothing
-        weighed = nothing
-        leaning = nothing
+        sums = (nothing, nothing, nothing, nothing)
         if highest > lowest:
             mbarrier.wait(q_full.index(who), q_phase)
             q_phase ^= 1
@@ -112,22 +128,14 @@ def _consumer(
                 mbarrier.wait(v_full.index(stage), phase)
                 v = v_tiles.index(stage).reshape([N, D]).permute((1, 0))
                 off = warpgroup_mma(g, v, zero, use_acc=False, is_async=True)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                tile = high - 1 - step
-                slow = (tile < free_low) | (tile >= free_high)
-                if slow:
-                    s = _shown(s, tile, first, width, N)
-                p = gl.exp2(s * c - gl.expand_dims(reference, 1))
-                off = warpgroup_mma_wait(0, deps=(off,))
+                s, off = warpgroup_mma_wait(0, deps=(s, off))
                 mbarrier.arrive(empty.index(stage))
-                off -= gl.expand_dims(pull, 1)
-                if slow:
-                    off = gl.where(s > _HIDDEN, off, 0.0)
-                pushed = p * off
-                moved += _own_sum(off)
-                around += _own_sum(off * off)
-                weighed += _own_sum(pushed * off)
-                leaning += _own_sum(pushed)
+                tile = high - 1 - step
+                if (tile < free_low) | (tile >= free_high):
+                    s = _shown(s, tile, first, width, N)
+                    # What a row does not see is at the mean, and counts for nothing.
+                    off = gl.where(s > _HIDDEN, off, gl.expand_dims(pull, 1))
+                sums = _push(s, off, c, reference, pull, sums)
                 stage, phase = _advance(stage, phase, STAGES)
             mbarrier.arrive(q_empty.index(who))
             if BOUNDED:
@@ -135,6 +143,7 @@ def _consumer(
                     low - lowest, stage, phase, 0, barriers, q_full, who, CONSUMERS, STAGES, True, False
                 )
 
+        moved, around, weighed, leaning = sums
         count = gl.maximum(width, 1).to(gl.float32)
         shift = gl.convert_layout(gl.sum(moved, axis=1), R)
         spread = gl.convert_layout(gl.sum(around, axis=1), R) - shift * shift / count

@@ -353,6 +353,26 @@ def _own_sum(x):
 
 
 @gluon.jit
+def _halves(x):
+    """The left and the right columns of a tile; of the last eight, those with even and with odd numbers."""
+    if x.shape[1] == 8:
+        return x.reshape([x.shape[0], 4, 2]).split()
+    else:
+        return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _added(x, sums):
+    """The columns of a tile, one after the other, added to the sums of each of the four threads that share a row."""
+    if x.shape[1] > 4:
+        left, right = _halves(x)
+        sums = _added(right, _added(left, sums))
+    else:
+        sums += gl.convert_layout(x, sums.type.layout)
+    return sums
+
+
+@gluon.jit
 def _shown(s, tile, first, width, N: gl.constexpr):
     """The scores of a tile, _HIDDEN for keys that their row does not see."""
     keys = tile * N + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
