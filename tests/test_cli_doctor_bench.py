@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -432,6 +434,15 @@ class TestRounds:
         timing = Timing(rounds, frozenset(("slow",)))
         assert timing.discarded == 0
         assert timing.seconds() == {"a": 1.0, "slow": 11.0}
+
+    def test_each_comes_after_each_of_the_others(self):
+        calls = []
+        contenders = [
+            Contender(name, lambda name=name: (time.sleep(6e-3), calls.append(name))) for name in ("a", "b", "c", "d")
+        ]
+        measure(contenders, Settings(rounds=40, least=40, seconds=0))
+        after = {(one, two) for one, two in itertools.pairwise(calls) if one != two}
+        assert len(after) == 12
 
     def test_all_are_called_in_turn(self):
         calls = []

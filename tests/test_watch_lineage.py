@@ -367,6 +367,14 @@ def test_q_and_k_behind_an_activation_have_no_effective_scale(attention):
     assert site.effective_scale is None
 
 
+@both
+def test_a_factor_of_each_token_is_no_scale(attention):
+    """The norms of q and of its source then differ by more than one number; they lie alike, row by row."""
+    tokens = torch.linspace(0.4, 2.5, LENGTH)[:, None]
+    site = site_of(Block(lambda m, q, k, v: (q * tokens, k, v), attention))
+    assert site.effective_scale is None
+
+
 def test_a_temperature_for_every_head():
     class Tempered(Block):
         def forward(self, x):

@@ -206,7 +206,7 @@ class Lineage:
             # No linear map of a projection any more. To keep what it was made of would hold the widest tensors of a
             # model, those within its MLPs, for longer than the model does, which costs it the memory it would reuse.
             for part in parts:
-                self.set(part, Projected(None, normalised=True))
+                self.set(part, Projected(None))
             return
         if name in SAME_NUMBERS and (alone or (args and args[0] is tensor)):
             # Of the others, as in type_as, only the type or the shape is taken.

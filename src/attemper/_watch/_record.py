@@ -80,7 +80,7 @@ class Record:
         elif shape not in ((batch, heads, queries), (batch * heads, queries)):
             return
         with torch.no_grad():
-            norm = row_norms(output.float()).reshape(batch, heads, queries).contiguous()
+            norm = row_norms(output).reshape(batch, heads, queries).contiguous()
             nonfinite = self.reading.nonfinite
             if nonfinite is not None:
                 nonfinite = nonfinite | ~torch.isfinite(norm)

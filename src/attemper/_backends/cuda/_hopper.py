@@ -115,10 +115,7 @@ def _meets(tile, first, width, N: gl.constexpr):
 
 @gluon.jit
 def _joined(left, right):
-    if left.shape[1] == 4:
-        return gl.join(left, right).reshape([left.shape[0], 8])
-    else:
-        return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
+    return gl.join(left, right).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
 
 
 @gluon.jit
@@ -503,7 +500,7 @@ def _kernel(
             [
                 (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
                 (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
+                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, GRAMS)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -514,7 +511,7 @@ def _kernel(
                 (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
                 (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
                 (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
+                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, GRAMS)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
@@ -526,7 +523,7 @@ def _kernel(
                 (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
                 (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
                 (_consumer, (given, 3, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, True, GRAMS)),
+                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, GRAMS)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],

@@ -186,7 +186,7 @@ def _kernel(
             [
                 (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
                 (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-                (_producer, (supply, 1, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False, False)),
+                (_producer, (supply, 1, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False)),
             ],
             [4, 1],
             [240, 24],
@@ -197,7 +197,7 @@ def _kernel(
                 (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
                 (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
                 (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED)),
-                (_producer, (supply, 1, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False, False)),
+                (_producer, (supply, 1, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False)),
             ],
             [4, 4, 1],
             [160, 160, 32],

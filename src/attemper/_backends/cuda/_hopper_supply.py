@@ -252,20 +252,42 @@ def _send_queries(
 
 
 @gluon.jit
+def _send_first(
+    batch, head, row, highest, q_slot, q_phase, stage, phase, supply,
+    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    VALUES: gl.constexpr, VALUES_TOO: gl.constexpr, GRADIENT: gl.constexpr, GRAMS: gl.constexpr,
+):  # fmt: skip
+    """Copy what an item begins with: its rows, what GRAMS says, and its last tile, of V with VALUES_TOO."""
+    common, _, inputs, grams, _ = supply
+    _, _, _, shape, _, buffers, barriers = common
+    q_tiles, _, _ = buffers
+    q_full, q_empty, _, _, _ = barriers
+    q_slot, q_phase = _send_queries(
+        batch, head, row, q_slot, q_phase, inputs, q_tiles, q_full, q_empty, ITEMS, CONSUMERS, GRADIENT
+    )
+    if GRAMS:
+        which = _kv_pair(batch, head, shape)
+        stage, phase = _send_grams(which, stage, phase, grams, buffers, barriers, D, STAGES, VALUES)
+    key = (highest - 1) * N
+    kv_head = head // shape[1]
+    stage, phase = _send(key, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES_TOO, not GRADIENT)
+    return q_slot, q_phase, stage, phase
+
+
+@gluon.jit
 def _producer(
     supply,
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRADIENT: gl.constexpr, AHEAD: gl.constexpr, GRAMS: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRADIENT: gl.constexpr, GRAMS: gl.constexpr,
 ):  # fmt: skip
-    """With AHEAD consumers begin one item too many; with GRAMS an item begins with the parts of a Gram matrix."""
-    common, post, inputs, grams, counter = supply
+    """With GRAMS an item begins with the parts of a Gram matrix."""
+    common, post, inputs, _, counter = supply
     _, _, _, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     ratio = shape[1]
     items = shape[5]
-    q_tiles, _, _ = buffers
-    q_full, q_empty, _, _, _ = barriers
-    # Who has gradients multiplies K and V of a tile at the same time, the others V one tile later.
+    # Who has gradients multiplies K and V of a tile at the same time; the others V one tile later, and they begin one
+    # item too many.
     BEHIND: gl.constexpr = not GRADIENT
     stage = 0
     phase = 1
@@ -278,24 +300,10 @@ def _producer(
     mbarrier.arrive(mail_full.index(0))
     while item < items:
         kv_head = head // ratio
-        q_slot, q_phase = _send_queries(
-            batch, head, row, q_slot, q_phase, inputs, q_tiles, q_full, q_empty, ITEMS, CONSUMERS, GRADIENT
-        )
-        if GRAMS:
-            stage, phase = _send_grams(
-                _kv_pair(batch, head, shape),
-                stage,
-                phase,
-                grams,
-                buffers,
-                barriers,
-                D,
-                STAGES,
-                VALUES,
-            )
-        stage, phase = _send(
-            (highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES, BEHIND
-        )
+        q_slot, q_phase, stage, phase = _send_first(
+            batch, head, row, highest, q_slot, q_phase, stage, phase, supply,
+            ITEMS, CONSUMERS, D, N, STAGES, VALUES, VALUES, GRADIENT, GRAMS,
+        )  # fmt: skip
         # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
         slot, mail_phase = _advance(slot, mail_phase, 2)
         coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
@@ -324,26 +332,12 @@ def _producer(
         batch = next_batch
         head = next_head
         row = next_row
-    if AHEAD:
+    if BEHIND:
         # Somebody multiplies a tile of the last item again, and nobody looks at what comes out.
-        q_slot, q_phase = _send_queries(
-            batch, head, row, q_slot, q_phase, inputs, q_tiles, q_full, q_empty, ITEMS, CONSUMERS, GRADIENT
-        )
-        if GRAMS:
-            stage, phase = _send_grams(
-                _kv_pair(batch, head, shape),
-                stage,
-                phase,
-                grams,
-                buffers,
-                barriers,
-                D,
-                STAGES,
-                VALUES,
-            )
-        stage, phase = _send(
-            (highest - 1) * N, batch, head // ratio, stage, phase, inputs, buffers, barriers, STAGES, False, BEHIND
-        )
+        q_slot, q_phase, stage, phase = _send_first(
+            batch, head, row, highest, q_slot, q_phase, stage, phase, supply,
+            ITEMS, CONSUMERS, D, N, STAGES, VALUES, False, GRADIENT, GRAMS,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -18,9 +18,9 @@ from . import _cudnn
 from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
 from ._flow import dots_kernel, flow_kernel
 from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
-from ._gram import grams, worthwhile
+from ._gram import Grams, grams, worthwhile
 from ._ready import MOST, copyable, form_of, launch, strides_of
-from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes, Summed
+from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
 
 NEED_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
 PEAKS = frozenset(("max_logit", "largest_weight", "max_qk"))
@@ -184,11 +184,11 @@ def _portable(
     programs = batch * heads // stack * blocks
     splits = splits_for(programs, call.k.shape[2], tile.keys, call.q.device)
     kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
-    summed, copies = Summed(call.scale, call.scale), (call.scale, call.scale)
+    summed, copies = Grams(call.scale, call.scale), (call.scale, call.scale)
     add_up = measure >= 2 and splits == 1 and worthwhile(call)
     if add_up:
         # All keys but those of the last tile, which gives a reference.
-        summed = Summed(*grams(call, (triton.cdiv(call.k.shape[2], tile.keys) - 1) * tile.keys))
+        summed = grams(call, (triton.cdiv(call.k.shape[2], tile.keys) - 1) * tile.keys)
     if splits == 1 and _copies(call, tile):
         copies = tuple(_described(x, tile.keys) for x in (call.k, call.k if call.v is None else call.v))
     ahead = kind._replace(split=splits > 1, peak=peak, summed=add_up, copied=isinstance(copies[0], TensorDescriptor))

@@ -101,13 +101,6 @@ class Matrix(NamedTuple):
     row: Any
 
 
-class Summed(NamedTuple):
-    """Sums over keys (see `_gram`)."""
-
-    parts: Any
-    sums: Any
-
-
 class Masked(NamedTuple):
     """A mask, with strides of 0 along the axes that it shares."""
 
