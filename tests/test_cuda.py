@@ -1,9 +1,11 @@
 """The Triton kernels: on a GPU where there is one, else in Triton's interpreter."""
 
+import math
 import os
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from triton.compiler import CompiledKernel
 
 from attemper._backends import _operator, cuda
 from attemper._backends._operator import call_of, empty, empty_output, row_by_row, tiles
-from attemper._backends.cuda import _cudnn, _gram, _launch, _ready
+from attemper._backends.cuda import _cudnn, _launch, _moments, _ready
 from attemper._problem import pose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -214,43 +216,118 @@ class TestOrdinaryNumbers:
         assert marked == [0]
 
 
+LONG_FIELDS = (
+    "score_mean", "score_std", "first_key_weight", "entropy", "max_logit", "max_qk", "logsumexp", "collision",
+    "nonfinite",
+)  # fmt: skip
+
+
 class TestLongCalls:
     """Moments from sums over keys, and tiles by the copy engine, as calls with many keys have them."""
 
     @pytest.fixture(params=[False, True], ids=["loaded", "copied"], autouse=True)
     def long(self, request, monkeypatch):
-        asked = []
-        monkeypatch.setattr(_gram, "SUMMED_KEYS", 128)
-        monkeypatch.setattr(_gram, "LEAST_KEYS", 128)
-        monkeypatch.setattr(_gram, "MOST_CHUNKS", 3)
+        """What was to be filled in from sums over keys, and how many blocks were marked after all."""
+        filled, marked = [], []
+
+        def fill(call, found, marks, marked_rows):
+            # Unless they are written, they are wrong.
+            for name in _moments.FIELDS & found.keys():
+                found[name].fill_(77)
+            _moments.fill(call, found, marks, marked_rows)
+            filled.append(sorted(_moments.FIELDS & found.keys()))
+            marked.append(int(marks.sum()))
+
+        monkeypatch.setattr(_moments, "SUMMED_KEYS", 128)
+        monkeypatch.setattr(_moments, "LEAST_KEYS", 256)
+        monkeypatch.setattr(_moments, "MOST_CHUNKS", 3)
         monkeypatch.setattr(_launch, "splits_for", lambda *given: 1)
-        monkeypatch.setattr(_launch, "grams", lambda call, keys: asked.append(keys) or _gram.grams(call, keys))
+        monkeypatch.setattr(_launch, "_moments", SimpleNamespace(**vars(_moments) | {"fill": fill}))
         if DEVICE == "cpu":
             monkeypatch.setattr(_launch, "_copy_engine", lambda device: request.param)
         monkeypatch.setattr(_launch, "_gluon", lambda name: None)
-        return asked
+        return filled, marked
 
-    @pytest.mark.parametrize("shift", [0.2, 100.0])
+    def agrees(self, q, k, v, names=LONG_FIELDS, **options):
+        found = triton_attend(q, k, v, **options)
+        options.pop("stats", None)
+        right = attend(*wide((q, k, v)), backend="reference", **options)
+        for name in names:
+            value, truth = (getattr(x.reading, name).double() for x in (found, right))
+            torch.testing.assert_close(
+                value, truth, rtol=2e-4, atol=5e-5, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        torch.testing.assert_close(found.output.double(), right.output, rtol=3e-2, atol=3e-2, equal_nan=True)
+
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize(
-        "options",
-        [{}, {"is_causal": True, "query_offset": "bottom-right"}, {"is_causal": True, "sinks": draw(9, 2)}],
+        ("queries", "keys", "options"),
+        [
+            (300, 520, {}),
+            (700, 700, {"is_causal": True}),
+            (768, 768, {"is_causal": True, "sinks": draw(9, 2), "scale": torch.tensor([0.2, 0.03])}),
+        ],
         ids=["full", "causal", "causal, sinks"],
     )
-    def test_every_field(self, long, options, head_dim, shift):
-        q, k, v = three(300, 520, head_dim, kv_heads=1, dtype=torch.bfloat16)
-        # With a mean far from 0 the sums lose digits, and blocks are computed again.
-        k = k + (shift * draw(4, head_dim)).to(k.dtype)
-        options = options | {"enable_gqa": True, "scale": 0.1}
-        found = triton_attend(q, k, v, **options)
-        right = attend(*wide((q, k, v)), backend="reference", **options)
-        for name in ("score_mean", "score_std", "first_key_weight", "entropy", "max_logit", "logsumexp", "collision"):
-            value, truth = getattr(found.reading, name).double(), getattr(right.reading, name)
-            torch.testing.assert_close(
-                value, truth, rtol=2e-4, atol=5e-5, msg=lambda text, name=name: f"{name}: {text}"
-            )
-        torch.testing.assert_close(found.output.double(), right.output, rtol=3e-2, atol=3e-2)
-        assert long == ([] if "is_causal" in options else [512])
+    def test_every_field(self, long, options, queries, keys, head_dim):
+        filled, marked = long
+        q, k, v = three(queries, keys, head_dim, kv_heads=1, dtype=torch.bfloat16)
+        # Off its mean, so that neither sum is small beside the other.
+        k = k + (0.2 * draw(4, head_dim)).to(k.dtype)
+        self.agrees(q, k, v, **({"scale": 0.1} | options), enable_gqa=True)
+        assert (filled, marked) == ([sorted(_moments.FIELDS)], [0])
+
+    @pytest.mark.parametrize("shift", [3.0, 100.0])
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_a_mean_far_from_0(self, long, causal, shift):
+        """Up to a point the matrix about the mean of the keys has the digits; beyond, blocks are computed again."""
+        filled, marked = long
+        q, k, v = three(400, 400, 64, dtype=torch.bfloat16)
+        self.agrees(q, k + shift, v, is_causal=causal, scale=0.1)
+        assert len(filled) == 1
+        assert (marked[0] > 0) == (shift == 100)
+
+    def test_several_entries_and_heads_as_they_lie_in_memory(self, long):
+        """(batch, length, heads, head_dim), in which rows of one head do not follow each other."""
+        made = [draw(i, 2, 300, 4, 64).to(torch.bfloat16).transpose(1, 2) for i in range(3)]
+        made[1], made[2] = made[1][:, :2], made[2][:, :2]
+        self.agrees(*made, is_causal=True, enable_gqa=True)
+        assert long == ([sorted(_moments.FIELDS)], [0])
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+    @pytest.mark.parametrize("worst", [math.nan, math.inf, 1e25])
+    def test_a_key_reaches_those_who_see_it(self, long, worst):
+        """Squares overflow of which the scores do not."""
+        q, k, v = three(400, 400, 64, dtype=torch.bfloat16)
+        k[0, 1, 200] = worst
+        q *= 1e-25 if worst == 1e25 else 1
+        self.agrees(q, k, v, is_causal=True)
+        assert long[0]
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"is_causal": True, "query_offset": "bottom-right"},
+            {"is_causal": True, "window": (100, 0)},
+            {"key_lengths": torch.tensor([350])},
+            {"softcap": 5.0},
+            {"stats": LONG_FIELDS[3:]},
+            {"dtype": torch.float16},
+        ],
+        ids=["offset", "window", "lengths", "softcap", "not asked for", "float16"],
+    )
+    def test_where_they_do_not_serve(self, long, options):
+        dtype = options.get("dtype", torch.bfloat16)
+        q, k, v = three(300, 400, 64, dtype=dtype)
+        names = LONG_FIELDS[3:] if "stats" in options else LONG_FIELDS
+        self.agrees(q, k, v, names, **{name: x for name, x in options.items() if name != "dtype"})
+        assert not long[0]
+
+    @pytest.mark.parametrize("name", sorted(_moments.FIELDS))
+    def test_one_field_and_no_other(self, long, name):
+        q, k, v = three(300, 300, 64, dtype=torch.bfloat16)
+        self.agrees(q, k, v, (name,), is_causal=True, stats=(name,))
+        assert long[0] == [[name]]
 
     def test_without_the_largest_score(self, long):
         q, k, v = three(300, 400, 64, dtype=torch.bfloat16)
@@ -258,7 +335,7 @@ class TestLongCalls:
         right = attend(*wide((q, k, v)), backend="reference")
         torch.testing.assert_close(found.reading.logsumexp.double(), right.reading.logsumexp, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.output.double(), right.output, rtol=3e-2, atol=1e-2)
-        assert not long
+        assert not long[0]
 
     def test_a_reference_too_small(self):
         """A score far above those of the tile that was looked at first."""
@@ -811,7 +888,7 @@ triton.compiler.compile = compile
 from attemper import attend
 from attemper._backends import cuda
 from attemper._backends._operator import call_of, empty_output
-from attemper._backends.cuda import _gram, _launch
+from attemper._backends.cuda import _launch, _moments
 from attemper._problem import pose
 
 cuda.unsupported = lambda problem: None
@@ -827,11 +904,13 @@ def launch(kernel, programs, arguments, *, form=None, **options):
 
 kind = _launch._kind
 _launch._kind = lambda *given, **named: kind(*given, **named)._replace(widen=False)
-_launch.launch = _gram.launch = launch
+_launch.launch = _moments.launch = launch
 _launch._copy_engine = lambda device: COPIED
 _launch._shared_memory = lambda device: 227 * 1024
 _launch._gluon = lambda name: None
-for COPIED, _gram.SUMMED_KEYS, dtype in ((False, 4096, "float32"), (False, 128, "bfloat16"), (True, 128, "bfloat16")):
+for COPIED, _moments.SUMMED_KEYS, dtype in (
+    (False, 4096, "float32"), (False, 128, "bfloat16"), (True, 128, "bfloat16")
+):
     head_dim = 128 if COPIED else 64
     q = torch.zeros(1, 2, 300, head_dim, dtype=getattr(torch, dtype), requires_grad=True)
     few = torch.zeros(1, 2, 2, head_dim, dtype=q.dtype)
@@ -863,15 +942,16 @@ def test_the_compiler_takes_them():
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.split() == [
+        "before_kernel",
         "careful_kernel",
         "chunk_kernel",
         "dots_kernel",
         "flow_kernel",
         "forward_kernel",
         "merge_kernel",
+        "moments_kernel",
         "opening_kernel",
         "pull_kernel",
         "to_keys_kernel",
         "to_queries_kernel",
-        "total_kernel",
     ]

@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attemper._backends._operator import COUNTS, Call, call_of, empty_output
-from attemper._backends.cuda import _cudnn, _gram, _launch
+from attemper._backends.cuda import _cudnn, _launch
 from attemper._problem import pose
 
 FIELDS = (
@@ -188,64 +188,6 @@ def test_levels(hopper, level, head_dim, options):
     for kept in (operands, operands[:2]):
         call = call_for(kept, **options)
         Found(hopper, call, LEVELS[level], wide=level == 1).agree(call)
-
-
-class TestSums:
-    """Sums over scores from sums over keys."""
-
-    @pytest.fixture(autouse=True)
-    def small(self, hopper, monkeypatch):
-        monkeypatch.setattr(_gram, "SUMMED_KEYS", 128)
-        monkeypatch.setattr(_gram, "LEAST_KEYS", 128)
-        monkeypatch.setattr(_gram, "MOST_CHUNKS", 3)
-
-    @pytest.mark.parametrize("keys", [700, 640, 190])
-    def test_moments(self, hopper, keys, monkeypatch):
-        asked = []
-        monkeypatch.setattr(hopper, "grams", lambda call, keys: asked.append(keys) or _gram.grams(call, keys))
-        operands = three(400, keys, 64, kv_heads=1, batch=2)
-        # Off its mean, so that neither sum is small beside the other.
-        operands[1].add_(draw(5, 64) / 2)
-        for kept in (operands, operands[:2]):
-            call = call_for(kept)
-            Found(hopper, call).agree(call)
-        assert len(asked) == 2
-
-    def test_they_count(self, hopper, monkeypatch):
-        """Without them the moments are wrong."""
-        call = call_for(three(400, 700))
-        none = _gram.grams(call, 640)
-        none.parts.zero_()
-        monkeypatch.setattr(hopper, "grams", lambda call, keys: none)
-        with pytest.raises(AssertionError, match="score_std"):
-            Found(hopper, call, ("score_std",)).agree(call)
-
-    @pytest.mark.parametrize(
-        ("options", "dtype"),
-        [
-            ({}, torch.float16),
-            ({"is_causal": True}, torch.bfloat16),
-            ({"window": (100, None)}, torch.bfloat16),
-            ({"stats": "entropy"}, torch.bfloat16),
-            ({"head_dim": 128}, torch.bfloat16),
-        ],
-    )
-    def test_where_they_are_not_asked_for(self, hopper, options, dtype, monkeypatch):
-        def grams(call, keys):
-            raise AssertionError
-
-        monkeypatch.setattr(hopper, "grams", grams)
-        options = dict(options)
-        names = (options.pop("stats"),) if "stats" in options else FIELDS
-        call = call_for(three(300, 400, options.pop("head_dim", 64), dtype=dtype), **options)
-        Found(hopper, call, names).agree(call)
-
-    def test_a_key_that_is_not_finite(self, hopper):
-        q, k, v = three(500, 500)
-        k[0, 1, 130] = math.inf
-        call = call_for((q, k, v))
-        found = Found(hopper, call).agree(call, ordinary=False)
-        assert found.flags[0].tolist() == [[0] * 8, [1] * 8]
 
 
 def test_no_field_at_all(hopper):
@@ -711,8 +653,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from attemper._backends._operator import call_of
 from attemper._backends._operator import COUNTS
-from attemper._backends.cuda import _gram, _hopper, _hopper_flow
-from attemper._backends.cuda._gram import Grams
+from attemper._backends.cuda import _hopper, _hopper_flow
 from attemper._problem import pose
 
 target = GPUTarget("cuda", 90, 32)
@@ -745,20 +686,13 @@ for module in (_hopper, _hopper_flow):
 torch.cuda.device = lambda device: contextlib.nullcontext()
 rows = torch.zeros(1, 1, 256)
 
-def sums(call, keys):
-    depth = call.q.shape[-1]
-    return Grams(torch.zeros(1, 3, depth, depth, dtype=torch.bfloat16), torch.zeros(1, depth))
-
-_hopper.grams = sums
-for head_dim, causal, values, names, summed in (
-    (128, True, True, _hopper.FIELDS, 4096),
-    (64, False, True, (), 4096),
-    (64, True, False, _hopper.FIELDS[:3], 4096),
-    (64, False, True, _hopper.FIELDS, 1),
-    (64, False, False, _hopper.FIELDS, 1),
-    (128, True, False, _hopper.FIELDS, 1),
+for head_dim, causal, values, names in (
+    (128, True, True, _hopper.FIELDS),
+    (64, False, True, ()),
+    (64, True, False, _hopper.FIELDS[:3]),
+    (64, False, True, _hopper.FIELDS),
+    (128, False, False, _hopper.FIELDS),
 ):
-    _gram.SUMMED_KEYS = summed
     q = torch.zeros(1, 1, 256, head_dim, dtype=torch.bfloat16)
     problem = pose(q, q, q if values else None, is_causal=causal)
     call = call_of(problem, problem.batch, banded=True)
@@ -774,7 +708,7 @@ def test_the_compiler_takes_them():
     env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 9
+    assert done.stdout.count("compiled") == 8
 
 
 # ---------------------------------------------------------------------------------------------------------------------

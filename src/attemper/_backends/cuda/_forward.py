@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ._gram import PARTS as GRAM_PARTS
 from ._tile import (
     BIAS,
     LN2,
@@ -39,9 +38,6 @@ SUMS: tl.constexpr = tl.constexpr(1)
 """To measure what needs sums over the weights."""
 MOMENTS: tl.constexpr = tl.constexpr(2)
 """To measure what needs sums over the scores too."""
-FAR_MEAN: tl.constexpr = tl.constexpr(2.0**8)
-"""Squared distance of a mean from what its sums were taken about, in variances, up to which enough digits are left."""
-TINY: tl.constexpr = tl.constexpr(2.0**-12)
 
 
 class State(NamedTuple):
@@ -238,15 +234,14 @@ def look(start, top, total, q, k, k_copy, k_head, rows, factor, sizes, kind: tl.
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind) * factor[:, None]
     seen = seen_of_tile(start, rows, BN)
     top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), 1))
-    if kind.measure >= MOMENTS:
+    if kind.measure >= MOMENTS and not kind.summed:
         total += tl.sum(tl.where(seen, scores, 0.0), 1)
     return top, total
 
 
 @triton.jit
 def add_tile(
-    state, start, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes, kind: tl.constexpr, MEASURE: tl.constexpr,
-    END: tl.constexpr,
+    state, start, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes, kind: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of one tile to sums about a maximum and a mean that stay: rows see all of it, or it is an END.
 
@@ -266,10 +261,10 @@ def add_tile(
     if kind.peak and not END:
         # All ends were looked at before.
         highest = tl.maximum(highest, tl.max(scores, 1) * factor)
-    if MEASURE >= SUMS:
+    if kind.measure >= SUMS:
         tilt += tl.sum(tl.where(power == 0, 0.0, power * apart) if END else power * apart, 1)
         squares += tl.sum(power * power, 1)
-    if MEASURE >= MOMENTS:
+    if kind.measure >= MOMENTS and not kind.summed:
         # About the mean of the ends: about 0 the sum of squares would cancel when the mean is large.
         off = scores * factor[:, None] - state.mean[:, None]
         if END:
@@ -307,22 +302,6 @@ def opened(state, own, k, k_head, rows, factor, sizes):
         state.maximum, state.total, state.tilt, state.squares, state.count, state.mean, state.spread, state.highest,
         tl.where(here, rows.low, NO_KEY), tl.where(here, score, float("-inf")), state.weighted, state.awry, state.moved,
     )  # fmt: skip
-
-
-@triton.jit
-def moments(q, summed, which, factor, kind: tl.constexpr):
-    """Σs and Σs² over keys, from sums over these keys."""
-    BM: tl.constexpr = kind.rows
-    D: tl.constexpr = kind.depth
-    component = tl.arange(0, D)
-    place = component[:, None] * D + component[None, :]
-    turned = tl.zeros([BM, D], tl.float32)
-    for part in tl.static_range(GRAM_PARTS):
-        gram = tl.load(summed.parts + (which.to(tl.int64) * GRAM_PARTS + part) * (D * D) + place)
-        turned = product(q, gram, turned, kind)
-    wide = q.to(tl.float32)
-    along = tl.sum(wide * tl.load(summed.sums + which.to(tl.int64) * D + component)[None, :], 1)
-    return along * factor, tl.sum(wide * turned, 1) * (factor * factor)
 
 
 @triton.jit
@@ -405,13 +384,14 @@ def finish(
         write_rows(out, result, rows, sizes.value_depth, DV)
         tl.store(fields.output_norm + row, norm, mask=there)
         sound = sound & (norm < float("inf"))
-    if kind.measure >= MOMENTS:
+    if kind.measure >= MOMENTS and not kind.summed:
         deviation = tl.sqrt(state.spread / tl.where(seen, state.count, 1.0))
         first = tl.exp2(state.opening_score - state.maximum) / total
         tl.store(fields.score_mean + row, state.mean * LN2, mask=there)
         tl.store(fields.score_std + row, deviation * LN2, mask=there)
-        tl.store(fields.max_qk + row, state.highest * LN2, mask=there)
         tl.store(fields.first_key_weight + row, tl.where(seen, first, 0.0), mask=there)
+    if kind.measure >= MOMENTS:
+        tl.store(fields.max_qk + row, state.highest * LN2, mask=there)
         sound = sound & (tl.abs(state.mean) < float("inf"))
         tl.store(fields.nonfinite + row, tl.where(seen & (sound == 0), 1, 0).to(tl.int64), mask=there)
     if not CAREFUL:
@@ -448,7 +428,7 @@ def place_of_block(block, sizes):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, k_copy, v_copy, summed, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields,
+    q, k, v, k_copy, v_copy, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields,
     mark, partial, kind: tl.constexpr,
 ):  # fmt: skip
     """A block of rows against all keys that any of them sees, or against one split of them."""
@@ -501,38 +481,15 @@ def forward_kernel(
         for i in tl.range(0, ends):
             start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
             state = add_tile(
-                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, kind.measure, True
+                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, True
             )  # fmt: skip
-        measure: tl.constexpr = SUMS if kind.summed else kind.measure
         for start in tl.range(inner, end, BN):
             state = add_tile(
-                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, measure, False
-            )  # fmt: skip
-        if kind.summed:
-            # Of all keys but those of the last tile, or of none.
-            which = batch * (sizes.heads // sizes.group) + k_head
-            sum_of_scores, sum_of_squares = moments(own, summed, which, known.factor, kind)
-            sum_of_scores = tl.where(end > 0, sum_of_scores, 0.0)
-            sum_of_squares = tl.where(end > 0, sum_of_squares, 0.0)
-            many = end.to(tl.float32)
-            away = sum_of_scores - many * mean
-            state = State(
-                state.maximum, state.total, state.tilt, state.squares, state.count, mean,
-                state.spread + sum_of_squares - mean * (sum_of_scores + away), state.highest, state.opening,
-                state.opening_score, state.weighted, state.awry, state.moved + away,
+                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, False
             )  # fmt: skip
         state = close(state, count, kind)
-        if kind.measure >= MOMENTS:
+        if kind.measure >= MOMENTS and not kind.summed:
             state = opened(state, own, k, k_head, rows, known.factor, sizes)
-        if kind.summed:
-            # Sums about 0 keep too few digits of a spread that is small beside the mean: such a block is marked.
-            far_mean = sum_of_scores / tl.maximum(many, 1.0)
-            doubtful = far_mean * far_mean * many > FAR_MEAN * state.spread + TINY * many
-            state = State(
-                state.maximum, state.total, state.tilt, state.squares, state.count,
-                tl.where(doubtful, float("nan"), state.mean), state.spread, state.highest, state.opening,
-                state.opening_score, state.weighted, state.awry, state.moved,
-            )  # fmt: skip
     if kind.split:
         leave(state, partial, block, split, sizes, kind)
     else:

@@ -32,7 +32,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .._operator import COUNTS
-from ._gram import grams, worthwhile
 from ._hopper_supply import (
     _BAND,
     _DTYPES,
@@ -40,14 +39,12 @@ from ._hopper_supply import (
     _HIDDEN,
     _LETTER,
     _M,
-    _PARTS,
     _STOP_PER_BATCH,
     ROWS,
     _added,
     _advance,
     _bounds,
     _halves,
-    _kv_pair,
     _of_head,
     _open,
     _own_sum,
@@ -159,15 +156,15 @@ def _scatter(s, reference, c, near):
 
 @gluon.jit
 def _begin(
-    slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns, grams,
+    slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRAMS: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Open the next letter, with GRAMS sum up the scores of all tiles but the first, and start QKᵀ of that."""
+    """Open the next letter, and start QKᵀ of its first tile."""
     _, _, sizes, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     q_tiles, k_tiles, _ = buffers
-    q_full, _, k_full, _v_full, empty = barriers
+    q_full, _, k_full, _v_full, _empty = barriers
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     mbarrier.wait(mail_full.index(slot), mail_phase)
     item = _read(mail, slot * _LETTER)
@@ -178,24 +175,6 @@ def _begin(
     q = q_tiles.index(q_slot * CONSUMERS + who).reshape([_M, D])
     q_slot, q_phase = _advance(q_slot, q_phase, _ITEMS)
     zero = gl.zeros([_M, N], gl.float32, S)
-    far_moved = gl.zeros_like(_own_sum(zero))
-    far_spread = far_moved
-    if GRAMS:
-        A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-        product = gl.zeros([_M, D], gl.float32, A)
-        for _part in gl.static_range(_PARTS):
-            mbarrier.wait(k_full.index(stage), phase)
-            gram = k_tiles.index(stage).reshape([N, D]).slice(0, D, 0).permute((1, 0))
-            product = warpgroup_mma(q, gram, product, is_async=True)
-            product = warpgroup_mma_wait(0, deps=(product,))
-            mbarrier.arrive(empty.index(stage))
-            stage, phase = _advance(stage, phase, STAGES)
-        _, sums_ptr = grams
-        which = _kv_pair(place[0], place[1], shape).to(gl.int64)
-        key_sums = gl.load(sums_ptr + which * D + gl.arange(0, D, gl.SliceLayout(0, A)))
-        own = q.load(A).to(gl.float32)
-        far_moved = gl.convert_layout(_own_sum(own * gl.expand_dims(key_sums, 0)), far_moved.type.layout)
-        far_spread = gl.convert_layout(_own_sum(own * product), far_moved.type.layout)
     if BOUNDED:
         skipped = gl.where(item < shape[5], tiles[1] - tiles[3], 0)
         stage, phase, turn_phase = _pass(
@@ -209,8 +188,7 @@ def _begin(
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     if VALUES:
         mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-    moments = (far_moved, far_spread)
-    return s, item, tiles, place, c, moments, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase
+    return s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase
 
 
 @gluon.jit
@@ -230,9 +208,9 @@ def _opening(s):
 def _consumer(
     given,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, GRAMS: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
 ):  # fmt: skip
-    common, post, turns, grams, results = given
+    common, post, turns, results = given
     _, limits, sizes, shape, choices, buffers, barriers = common
     o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr = results
     queries, keys = sizes
@@ -255,9 +233,9 @@ def _consumer(
     q_slot = 0
     q_phase = 0
     turn_phase = 1 if who == 0 else 0
-    s, item, tiles, place, c, moments, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = _begin(
-        slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns, grams,
-        who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, GRAMS,
+    s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = _begin(
+        slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
+        who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
     while item < items:
@@ -281,7 +259,8 @@ def _consumer(
         # Sums over the scores themselves, not weighed: of tiles looked at row by row about the reference, so that a row
         # of one key has a variance of 0, and of those of which all rows see all, cheaper, of q·k about 0.
         near = (nothing, nothing)
-        far_moved, far_spread = moments
+        far_moved = nothing
+        far_spread = nothing
         tile = high - 1
         # Of this tile of K, and of the tile of V before it.
         mbarrier.arrive(empty.index(stage))
@@ -322,7 +301,7 @@ def _consumer(
                 reference = gl.where(new, gl.max(s, axis=1) * c, reference)
                 if LEVEL >= 3:
                     near = _scatter(s, reference, c, near)
-            elif LEVEL >= 3 and not GRAMS:
+            elif LEVEL >= 3:
                 far_moved = _added(s, far_moved)
                 far_spread = _added(s * s, far_spread)
             p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
@@ -343,12 +322,10 @@ def _consumer(
             )
         good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
         of_next = _begin(
-            slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns, grams,
-            who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, GRAMS,
+            slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
+            who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
         )  # fmt: skip
-        next_s, item, tiles, place, next_c, moments, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = (
-            of_next
-        )
+        next_s, item, tiles, place, next_c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = of_next
 
         # What is not a number fails every comparison. A row that sees nothing has nothing to fail.
         total, tilted, squares, largest = sums
@@ -456,7 +433,7 @@ _NUMBERS = (
     "queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices",
 )  # fmt: skip
 _POINTERS = (
-    "key_sums_ptr", "scale_ptr", "sinks_ptr", "first_ptr", "stop_ptr", "wide_ptr", "flags", "counter",
+    "scale_ptr", "sinks_ptr", "first_ptr", "stop_ptr", "wide_ptr", "flags", "counter",
     "lse_ptr", "max_ptr", "weight_ptr", "expected_ptr", "entropy_ptr", "collision_ptr", "norm_ptr", "mean_ptr",
     "std_ptr", "qk_ptr", "opening_ptr", "sink_ptr", "visible_ptr", "nonfinite_ptr",
 )  # fmt: skip
@@ -465,12 +442,12 @@ _POINTERS = (
 # One kernel for all numbers and pointers, whatever divides them.
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _kernel(
-    q_desc, k_desc, v_desc, o_desc, grams_desc, key_sums_ptr, scale_ptr, sinks_ptr, first_ptr, stop_ptr, wide_ptr,
+    q_desc, k_desc, v_desc, o_desc, scale_ptr, sinks_ptr, first_ptr, stop_ptr, wide_ptr,
     lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
     qk_ptr, opening_ptr, sink_ptr, visible_ptr, nonfinite_ptr, flags, counter,
     queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
     CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, GRAMS: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
 ):  # fmt: skip
     buffers, barriers, post = _rings(q_desc, k_desc, v_desc, _ITEMS, CONSUMERS, D, N, STAGES, VALUES)
     q_tiles = buffers[0]
@@ -490,17 +467,16 @@ def _kernel(
     count_ptrs = (visible_ptr, nonfinite_ptr)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (q_desc, k_desc, v_desc, q_desc, q_tiles)
-    grams = (grams_desc, key_sums_ptr)
     results = (o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr)
-    given = (common, post, turns, grams, results)
-    supply = (common, post, inputs, grams, counter)
+    given = (common, post, turns, results)
+    supply = (common, post, inputs, counter)
     # A variable would make tensors of the constants.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, GRAMS)),
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_producer, (supply, _ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -508,10 +484,10 @@ def _kernel(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, GRAMS)),
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_producer, (supply, _ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
@@ -519,11 +495,11 @@ def _kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_consumer, (given, 3, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, GRAMS)),
-                (_producer, (supply, _ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, GRAMS)),
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_consumer, (given, 3, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_producer, (supply, _ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],
@@ -619,18 +595,12 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     blocks = -(-queries // (ROWS * choice["CONSUMERS"]))
     k_desc = described(k, choice["N"])
     q_desc = described(q, ROWS)
-    sums = None
-    if level == 3 and head_dim == 64 and worthwhile(call):
-        # All keys but those of the tile at which every item begins. With 128 components it costs what it saves.
-        sums = grams(call, (-(-keys // choice["N"]) - 1) * choice["N"])
     with torch.cuda.device(q.device):
         arguments = (
             q_desc,
             k_desc,
             k_desc if v is None else described(v, choice["N"]),
             q_desc if output is None else described(output, ROWS),
-            q_desc if sums is None else described(sums.parts, head_dim),
-            scale if sums is None else sums.sums,
             scale,
             sinks,
             first,
@@ -658,10 +628,9 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             bounded,
             v is not None,
             level,
-            sums is not None,
         )
         # Bounds that are not there are stood in for by something of another type.
         form = (
-            q.dtype, head_dim, bounded, v is None, level, sums is None, first.dtype, scale.dtype, sinks.dtype, q.device
+            q.dtype, head_dim, bounded, v is None, level, first.dtype, scale.dtype, sinks.dtype, q.device
         )  # fmt: skip
         launch(_kernel, min(pairs * blocks, processors(q.device.index)), arguments, form=form, num_warps=4)

@@ -177,16 +177,14 @@ def _kernel(
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles)
     rows_in = (max_ptr, peak_ptr, pull_ptr)
-    # There are none.
-    grams = (q_desc, scale_ptr)
     given = (common, post, rows_in, flow_ptr, g_tiles)
-    supply = (common, post, inputs, grams, counter)
+    supply = (common, post, inputs, counter)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
                 (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-                (_producer, (supply, 1, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False)),
+                (_producer, (supply, 1, CONSUMERS, N, STAGES, BOUNDED, True, True)),
             ],
             [4, 1],
             [240, 24],
@@ -197,7 +195,7 @@ def _kernel(
                 (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
                 (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
                 (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED)),
-                (_producer, (supply, 1, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False)),
+                (_producer, (supply, 1, CONSUMERS, N, STAGES, BOUNDED, True, True)),
             ],
             [4, 4, 1],
             [160, 160, 32],

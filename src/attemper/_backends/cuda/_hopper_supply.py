@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ._gram import PARTS
 from ._ready import strides_of
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ _SCALE_PER_HEAD = gl.constexpr(1 << 17)
 _FIRST_PER_BATCH = gl.constexpr(1 << 20)
 _STOP_PER_BATCH = gl.constexpr(1 << 21)
 _BAND = gl.constexpr(1 << 22)
-_PARTS = gl.constexpr(PARTS.value)
 _LETTER = gl.constexpr(23)
 """Numbers of a letter, by which the producer tells the consumers all about an item, so that they need not look it up:
 the item, its first tile of keys and the one after its last, batch, head, row, scale, and four for each consumer."""
@@ -184,34 +182,6 @@ def _announce(
 
 
 @gluon.jit
-def _kv_pair(batch, head, shape):
-    """Which (batch, head) of K is that of one of Q."""
-    heads, ratio, _, _, _, _ = shape
-    return batch * (heads // ratio) + head // ratio
-
-
-@gluon.jit
-def _send_grams(
-    which, stage, phase, grams, buffers, barriers,
-    D: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """Copy the parts of a Gram matrix into the ring of K; in that of V they take empty places."""
-    grams_desc, _ = grams
-    _, k_tiles, _ = buffers
-    _, _, k_full, v_full, empty = barriers
-    for part in gl.static_range(_PARTS):
-        mbarrier.wait(empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), grams_desc.block_type.nbytes)
-        _copy_in(grams_desc, [which, part, 0, 0], k_full.index(stage), k_tiles.index(stage).slice(0, D, 2))
-        v_stage = stage
-        stage, phase = _advance(stage, phase, STAGES)
-        if VALUES:
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.arrive(v_full.index(v_stage))
-    return stage, phase
-
-
-@gluon.jit
 def _send(
     key, batch, kv_head, stage, phase, inputs, buffers, barriers,
     STAGES: gl.constexpr, VALUES: gl.constexpr, BEHIND: gl.constexpr,
@@ -254,34 +224,30 @@ def _send_queries(
 @gluon.jit
 def _send_first(
     batch, head, row, highest, q_slot, q_phase, stage, phase, supply,
-    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    VALUES: gl.constexpr, VALUES_TOO: gl.constexpr, GRADIENT: gl.constexpr, GRAMS: gl.constexpr,
+    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
+    GRADIENT: gl.constexpr,
 ):  # fmt: skip
-    """Copy what an item begins with: its rows, what GRAMS says, and its last tile, of V with VALUES_TOO."""
-    common, _, inputs, grams, _ = supply
+    """Copy what an item begins with: its rows, and its last tile."""
+    common, _, inputs, _ = supply
     _, _, _, shape, _, buffers, barriers = common
     q_tiles, _, _ = buffers
     q_full, q_empty, _, _, _ = barriers
     q_slot, q_phase = _send_queries(
         batch, head, row, q_slot, q_phase, inputs, q_tiles, q_full, q_empty, ITEMS, CONSUMERS, GRADIENT
     )
-    if GRAMS:
-        which = _kv_pair(batch, head, shape)
-        stage, phase = _send_grams(which, stage, phase, grams, buffers, barriers, D, STAGES, VALUES)
     key = (highest - 1) * N
     kv_head = head // shape[1]
-    stage, phase = _send(key, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES_TOO, not GRADIENT)
+    stage, phase = _send(key, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES, not GRADIENT)
     return q_slot, q_phase, stage, phase
 
 
 @gluon.jit
 def _producer(
     supply,
-    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRADIENT: gl.constexpr, GRAMS: gl.constexpr,
+    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRADIENT: gl.constexpr,
 ):  # fmt: skip
-    """With GRAMS an item begins with the parts of a Gram matrix."""
-    common, post, inputs, _, counter = supply
+    common, post, inputs, counter = supply
     _, _, _, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     ratio = shape[1]
@@ -302,7 +268,7 @@ def _producer(
         kv_head = head // ratio
         q_slot, q_phase, stage, phase = _send_first(
             batch, head, row, highest, q_slot, q_phase, stage, phase, supply,
-            ITEMS, CONSUMERS, D, N, STAGES, VALUES, VALUES, GRADIENT, GRAMS,
+            ITEMS, CONSUMERS, N, STAGES, VALUES, GRADIENT,
         )  # fmt: skip
         # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
         slot, mail_phase = _advance(slot, mail_phase, 2)
@@ -336,7 +302,7 @@ def _producer(
         # Somebody multiplies a tile of the last item again, and nobody looks at what comes out.
         q_slot, q_phase, stage, phase = _send_first(
             batch, head, row, highest, q_slot, q_phase, stage, phase, supply,
-            ITEMS, CONSUMERS, D, N, STAGES, VALUES, False, GRADIENT, GRAMS,
+            ITEMS, CONSUMERS, N, STAGES, False, GRADIENT,
         )  # fmt: skip
 
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._operator import COUNTS, Call, Saved, Upstream, empty, empty_gradient, empty_output, over_shared
-from . import _cudnn
+from . import _cudnn, _moments
 from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
 from ._flow import dots_kernel, flow_kernel
 from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
-from ._gram import Grams, grams, worthwhile
 from ._ready import MOST, copyable, form_of, launch, strides_of
 from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
 
@@ -98,19 +97,29 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
     hopper = _gluon("_hopper")
     with _on(q.device):
         if hopper is None or not hopper.takes(call):
-            peak = not PEAKS.isdisjoint(wanted)
-            _portable(call, measure, output, wide, _fields(call, found), peak=peak)
+            _portable(call, measure, output, wide, found)
             return output, found
         needed = {name: found[name] for name in hopper.FIELDS if name in found}
-        later = "first_key_weight" in needed and not _begins_at_first_key(call)
+        summed = _summed(call, found)
+        later = summed or ("first_key_weight" in needed and not _begins_at_first_key(call))
         if later:
-            del needed["first_key_weight"]
+            for name in _moments.FIELDS if summed else ("first_key_weight",):
+                needed.pop(name, None)
             needed.setdefault("logsumexp", empty(call, "logsumexp", rows))
         blocks = rows[0] * rows[1] * -(-rows[2] // HOPPER_ROWS)
         marks = torch.zeros(blocks + 1, dtype=torch.int32, device=q.device)
         hopper.forward(call, output, wide, needed, marks)
-        _after_hopper(call, measure, output, wide, _fields(call, found | needed), marks, opening=later)
+        if summed:
+            _moments.fill(call, found | needed, marks, HOPPER_ROWS)
+        _after_hopper(
+            call, measure, output, wide, _fields(call, found | needed), marks, opening=later and not summed
+        )  # fmt: skip
     return output, found
+
+
+def _summed(call: Call, found: dict[str, Tensor]) -> bool:
+    """Whether moments of the scores are wanted, and are to come from sums over keys."""
+    return not _moments.FIELDS.isdisjoint(found) and _moments.worthwhile(call)
 
 
 def _begins_at_first_key(call: Call) -> bool:
@@ -172,9 +181,7 @@ def _gluon(name: str) -> Any:
         return None
 
 
-def _portable(
-    call: Call, measure: int, output: Tensor | None, wide: Tensor | None, fields: Fields, *, peak: bool
-) -> None:
+def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | None, found: dict[str, Tensor]) -> None:
     batch, heads, queries, depth = call.q.shape
     value_dim = 0 if call.v is None else call.v.shape[3]
     deep, value_deep = _power(depth), _power(value_dim)
@@ -184,14 +191,14 @@ def _portable(
     programs = batch * heads // stack * blocks
     splits = splits_for(programs, call.k.shape[2], tile.keys, call.q.device)
     kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
-    summed, copies = Grams(call.scale, call.scale), (call.scale, call.scale)
-    add_up = measure >= 2 and splits == 1 and worthwhile(call)
-    if add_up:
-        # All keys but those of the last tile, which gives a reference.
-        summed = grams(call, (triton.cdiv(call.k.shape[2], tile.keys) - 1) * tile.keys)
+    copies = (call.scale, call.scale)
+    summed = splits == 1 and _summed(call, found)
+    if summed:
+        found = {"logsumexp": empty(call, "logsumexp", call.q.shape[:-1])} | found
+    fields, peak = _fields(call, found), not PEAKS.isdisjoint(found)
     if splits == 1 and _copies(call, tile):
         copies = tuple(_described(x, tile.keys) for x in (call.k, call.k if call.v is None else call.v))
-    ahead = kind._replace(split=splits > 1, peak=peak, summed=add_up, copied=isinstance(copies[0], TensorDescriptor))
+    ahead = kind._replace(split=splits > 1, peak=peak, summed=summed, copied=isinstance(copies[0], TensorDescriptor))
     sizes = _sizes(call, blocks, stack, splits)
     q, k = _matrix(call.q, call), _matrix(call.k, call)
     v, out, full = (_matrix(x, call) for x in (call.v, output, wide))
@@ -205,9 +212,11 @@ def _portable(
     marks = torch.empty(programs, dtype=torch.int32, device=call.q.device)
     given = (*shared, softcap, masked, dropped, sizes, out, full, fields, marks)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
-    launch(forward_kernel, programs * splits, (q, k, v, *copies, summed, *given, partial, ahead), **options)
+    launch(forward_kernel, programs * splits, (q, k, v, *copies, *given, partial, ahead), **options)
     if splits > 1:
         launch(merge_kernel, programs, (*shared, masked, dropped, sizes, out, full, fields, marks, partial, kind))
+    if summed:
+        _moments.fill(call, found, marks, tile.rows)
     again = (q, k, v, *given, programs, kind, SPAN)
     launch(careful_kernel, triton.cdiv(programs, SPAN), again, num_warps=tile.warps, num_stages=1)
 

@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     peak: bool = True
     """Whether somebody wants the largest score; else a sum that overflows says that it was needed."""
     summed: bool = False
-    """Whether the moments of scores come from sums over keys, as far as these go."""
+    """Whether the moments of scores, and what first keys weigh, come from another kernel."""
     copied: bool = False
     """Whether the copy engine of a Hopper GPU brings the tiles of k and v."""
 
