@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attemper._backends._operator import COUNTS, Call, call_of, empty_output
-from attemper._backends.cuda import _cudnn, _launch
+from attemper._backends.cuda import _cudnn, _launch, _moments
 from attemper._problem import pose
 
 FIELDS = (
@@ -606,6 +606,20 @@ class TestAttend:
     )
     def test_every_field(self, options):
         self.compare(three(130, 150, batch=2), options)
+
+    @pytest.mark.parametrize("shift", [0.0, 100.0])
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_moments_from_sums_over_keys(self, causal, shift, monkeypatch):
+        """Where these lose digits too."""
+        monkeypatch.setattr(_moments, "SUMMED_KEYS", 128)
+        filled = []
+        launch = _moments.launch
+        monkeypatch.setattr(
+            _moments, "launch", lambda *given, **more: filled.append(given[0]) or launch(*given, **more)
+        )
+        q, k, v = three(300, 300)
+        self.compare((q, k + shift, v), {"is_causal": causal, "scale": 0.1})
+        assert filled.count(_moments.moments_kernel) == 2
 
     @pytest.mark.parametrize("causal", [False, True])
     def test_a_leap_is_computed_again(self, causal):
