@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined,operator"
 """Attention for Hopper GPUs: one pass with its statistics, written in Triton's Gluon dialect.
 
-A block of threads is one warp that copies (the producer) and two to four warpgroups that compute (the consumers), 64
+A block of threads is one warp that copies (the producer) and two or three warpgroups that compute (the consumers), 64
 query rows each. The producer takes items, blocks of query rows of one head, from a counter in memory until none is
 left, says what they are in a mailbox, and keeps rings of tiles of K and V full. A consumer starts QKᵀ of a tile and PV
 of the tile before, then takes the softmax; consumers start their products in turn, so that while one exponentiates,
@@ -17,7 +17,7 @@ and max p.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from ._hopper_supply import (
     _LETTER,
     _M,
     _STOP_PER_BATCH,
+    LAUNCHED,
     ROWS,
     _added,
     _advance,
@@ -82,8 +83,6 @@ _REFERENCE_LIMIT = gl.constexpr(2.0**70)
 _SUM_LIMIT = gl.constexpr(2.0**60)
 _FAR_MEAN = gl.constexpr(2.0**8)
 """Squared distance of a mean from what its sums were taken about, in variances, up to which enough digits are left."""
-_ITEMS = gl.constexpr(2)
-"""Of as many the query rows are there at once: the next come while the last tiles of these are worked on."""
 _SCALE_LIMIT = gl.constexpr(2.0**20)
 """Within it, and within its inverse, _HIDDEN times the scale is a float32 and beyond _REFERENCE_LIMIT."""
 
@@ -157,8 +156,8 @@ def _scatter(s, reference, c, near):
 @gluon.jit
 def _begin(
     slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
-    who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr,
+    who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Open the next letter, and start QKᵀ of its first tile."""
     _, _, sizes, shape, _, buffers, barriers = common
@@ -173,7 +172,7 @@ def _begin(
     slot, mail_phase = _advance(slot, mail_phase, 2)
     mbarrier.wait(q_full.index(q_slot * CONSUMERS + who), q_phase)
     q = q_tiles.index(q_slot * CONSUMERS + who).reshape([_M, D])
-    q_slot, q_phase = _advance(q_slot, q_phase, _ITEMS)
+    q_slot, q_phase = _advance(q_slot, q_phase, ITEMS)
     zero = gl.zeros([_M, N], gl.float32, S)
     if BOUNDED:
         skipped = gl.where(item < shape[5], tiles[1] - tiles[3], 0)
@@ -207,8 +206,8 @@ def _opening(s):
 @gluon.jit
 def _consumer(
     given,
-    who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
+    who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
 ):  # fmt: skip
     common, post, turns, results = given
     _, limits, sizes, shape, choices, buffers, barriers = common
@@ -235,7 +234,7 @@ def _consumer(
     turn_phase = 1 if who == 0 else 0
     s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = _begin(
         slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
-        who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
+        who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
     while item < items:
@@ -252,7 +251,7 @@ def _consumer(
             width = first + keys
             sees = rows < queries
 
-        of_item = (q_slot + _ITEMS - 1) % _ITEMS * CONSUMERS + who
+        of_item = (q_slot + ITEMS - 1) % ITEMS * CONSUMERS + who
         q = q_tiles.index(of_item).reshape([_M, D])
         o = gl.zeros([_M, D], gl.float32, A)
         sums = (nothing, nothing, nothing, nothing.to(gl.int32))
@@ -323,7 +322,7 @@ def _consumer(
         good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
         of_next = _begin(
             slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
-            who, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
+            who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
         )  # fmt: skip
         next_s, item, tiles, place, next_c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = of_next
 
@@ -446,10 +445,10 @@ def _kernel(
     lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
     qk_ptr, opening_ptr, sink_ptr, visible_ptr, nonfinite_ptr, flags, counter,
     queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
+    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
 ):  # fmt: skip
-    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, _ITEMS, CONSUMERS, D, N, STAGES, VALUES)
+    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, ITEMS, CONSUMERS, D, N, STAGES, VALUES)
     q_tiles = buffers[0]
     o_tiles = q_tiles
     if VALUES:
@@ -474,48 +473,53 @@ def _kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (supply, _ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
+                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_producer, (supply, ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
             ],
             [4, 1],
             [REGISTERS, 24],
         )
-    elif CONSUMERS == 3:
+    else:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (supply, _ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
+                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_consumer, (given, 2, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
+                (_producer, (supply, ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, 32],
         )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (given, 3, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (supply, _ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 24],
-        )
 
 
-def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> dict[str, int]:
-    """Consumers, keys of a tile, tiles of the rings and registers of a consumer."""
+class Configuration(NamedTuple):
+    resident: int
+    """Blocks of threads on a processor at once."""
+    items: int
+    """Of as many the query rows are there at once: the next come while the last tiles of these are worked on."""
+    consumers: int
+    keys: int
+    """Of a tile."""
+    stages: int
+    """Tiles of a ring."""
+    registers: int
+    """Of a thread of a consumer."""
+
+
+def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> Configuration:
+    """What measured best."""
     if not values:
-        return {"CONSUMERS": 4, "N": 64, "STAGES": 8 if head_dim == 64 else 6, "REGISTERS": 120}
+        # Whose products are short beside the softmax: while one block waits, the other goes on.
+        if head_dim == 128:
+            return Configuration(resident=2, items=1, consumers=2, keys=64, stages=4, registers=104)
+        return Configuration(resident=2, items=2, consumers=2, keys=64, stages=8, registers=104)
     if head_dim == 128:
-        return {"CONSUMERS": 2, "N": 128, "STAGES": 2, "REGISTERS": 240}
+        return Configuration(resident=1, items=2, consumers=2, keys=128, stages=2, registers=240)
     if level == 3 and bounded:
         # Three consumers have too few registers for all that.
-        return {"CONSUMERS": 2, "N": 128, "STAGES": 4, "REGISTERS": 240}
-    return {"CONSUMERS": 3, "N": 128, "STAGES": 4, "REGISTERS": 160}
+        return Configuration(resident=1, items=2, consumers=2, keys=128, stages=4, registers=240)
+    return Configuration(resident=1, items=2, consumers=3, keys=128, stages=4, registers=160)
 
 
 def takes(call: Call) -> bool:
@@ -592,14 +596,14 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
     ):
         choices |= bit.value if there else 0
     pairs = batch * heads
-    blocks = -(-queries // (ROWS * choice["CONSUMERS"]))
-    k_desc = described(k, choice["N"])
+    blocks = -(-queries // (ROWS * choice.consumers))
+    k_desc = described(k, choice.keys)
     q_desc = described(q, ROWS)
     with torch.cuda.device(q.device):
         arguments = (
             q_desc,
             k_desc,
-            k_desc if v is None else described(v, choice["N"]),
+            k_desc if v is None else described(v, choice.keys),
             q_desc if output is None else described(output, ROWS),
             scale,
             sinks,
@@ -620,11 +624,12 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             together_in_cache(call),
             pairs * blocks,
             choices,
-            choice["CONSUMERS"],
+            choice.items,
+            choice.consumers,
             head_dim,
-            choice["N"],
-            choice["STAGES"],
-            choice["REGISTERS"],
+            choice.keys,
+            choice.stages,
+            choice.registers,
             bounded,
             v is not None,
             level,
@@ -633,4 +638,5 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
         form = (
             q.dtype, head_dim, bounded, v is None, level, first.dtype, scale.dtype, sinks.dtype, q.device
         )  # fmt: skip
-        launch(_kernel, min(pairs * blocks, processors(q.device.index)), arguments, form=form, num_warps=4)
+        programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
+        launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=LAUNCHED[choice.resident])

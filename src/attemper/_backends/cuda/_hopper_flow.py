@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined,operator"
 """The gradient flow on Hopper GPUs, where the gradients themselves come from cuDNN: QKᵀ and dO·Vᵀ tile by tile.
 
-A block of threads is a producer and two or three consumers as in `_hopper`, whose letters and rings these are. What is
+A block of threads is a producer and two consumers as in `_hopper`, whose letters and rings these are. What is
 returned per query row is Var_p[dP] / Var[dP], from the sums of dP − pull, its square, and both weighed.
 """
 
@@ -22,6 +22,7 @@ from ._hopper_supply import (
     _LETTER,
     _LOG2_E,
     _M,
+    LAUNCHED,
     ROWS,
     _added,
     _advance,
@@ -166,7 +167,8 @@ _POINTERS = ("scale_ptr", "max_ptr", "peak_ptr", "pull_ptr", "flow_ptr", "counte
 def _kernel(
     q_desc, k_desc, v_desc, g_desc, scale_ptr, max_ptr, peak_ptr, pull_ptr, flow_ptr, counter,
     queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
+    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    BOUNDED: gl.constexpr,
 ):  # fmt: skip
     buffers, barriers, post = _rings(q_desc, k_desc, v_desc, 1, CONSUMERS, D, N, STAGES, True)
     g_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, _M, D], g_desc.layout)
@@ -179,27 +181,15 @@ def _kernel(
     rows_in = (max_ptr, peak_ptr, pull_ptr)
     given = (common, post, rows_in, flow_ptr, g_tiles)
     supply = (common, post, inputs, counter)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-                (_producer, (supply, 1, CONSUMERS, N, STAGES, BOUNDED, True, True)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED)),
-                (_producer, (supply, 1, CONSUMERS, N, STAGES, BOUNDED, True, True)),
-            ],
-            [4, 4, 1],
-            [160, 160, 32],
-        )
+    gl.warp_specialize(
+        [
+            (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
+            (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
+            (_producer, (supply, 1, CONSUMERS, N, STAGES, BOUNDED, True, True)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )
 
 
 def takes(call: Call, grad: Tensor) -> bool:
@@ -214,8 +204,9 @@ def flow(call: Call, grad: Tensor, pull: Tensor, max_logit: Tensor, largest_weig
     assert v is not None
     batch, heads, queries, head_dim = q.shape
     keys = k.shape[2]
-    # Three consumers have registers for 64 keys at a time.
-    consumers, size, stages = (2, 128, 2) if head_dim == 128 else (3, 64, 8)
+    # As in `_hopper`, for what is wide one block of threads on a processor, else two.
+    resident, size, stages, registers = (1, 128, 2, 240) if head_dim == 128 else (2, 64, 4, 104)
+    consumers = 2
     scale = call.scale.contiguous()
     choices = scale_choices(scale)
     low, high = (0, 0) if call.band is None else call.band
@@ -229,7 +220,8 @@ def flow(call: Call, grad: Tensor, pull: Tensor, max_logit: Tensor, largest_weig
             described(q, ROWS), described(k, size), described(v, size), described(grad, ROWS),
             scale, max_logit, largest_weight, pull, found, counter,
             queries, keys, low, high, heads, call.group, blocks, pairs, together_in_cache(call), pairs * blocks,
-            choices, consumers, head_dim, size, stages, bounded,
+            choices, consumers, head_dim, size, stages, registers, bounded,
         )  # fmt: skip
         form = (q.dtype, head_dim, bounded, scale.dtype, q.device)
-        launch(_kernel, min(pairs * blocks, processors(q.device.index)), arguments, form=form, num_warps=4)
+        programs = min(pairs * blocks, processors(q.device.index) * resident)
+        launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=LAUNCHED[resident])

@@ -26,6 +26,9 @@ _copy_in = getattr(tma, "async_load" if hasattr(tma, "async_load") else "async_c
 
 ROWS = 64
 """Query rows of a consumer, which are flagged together."""
+LAUNCHED = {1: None, 2: 80}
+"""Registers of a thread at the start, by the blocks that a processor is to hold at once; the producer gives its own to
+the consumers."""
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _CACHED_BYTES = 32 << 20
 """K and V of the heads that are worked on together: what stays in the L2 cache of 50 MiB."""
