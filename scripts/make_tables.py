@@ -320,6 +320,21 @@ def cuda_eager_table() -> str:
     return _table(("head_dim, length, keys seen", "times as fast", "memory of the matrix", "of `attend`"), cells)
 
 
+def cuda_special_table() -> str:
+    """Windows, grouped heads and decoding, each against its own bar."""
+    record = json.loads((ROOT / "benchmarks/results/cuda-nvidia-h200.json").read_text())
+    cells = [
+        (
+            row["what"],
+            str(row["head_dim"]),
+            f"{row['times as fast']:.2f}× as fast" if "times as fast" in row else
+            f"{row['bytes per second'] / 1e12:.1f} TB/s of keys and values, {row['of a copy']:.2f} of a copy in memory",
+        )
+        for row in record["special"]
+    ]  # fmt: skip
+    return _table(("what", "head_dim", "measured"), cells)
+
+
 def training_step_table() -> str:
     """What watching adds to a training step on a GPU."""
     record = json.loads((ROOT / "benchmarks/results/training_step-nvidia-h200.json").read_text())
@@ -482,6 +497,7 @@ QUICK = {
     "cuda_forward": cuda_forward_table,
     "cuda_backward": cuda_backward_table,
     "cuda_eager": cuda_eager_table,
+    "cuda_special": cuda_special_table,
     "training_step": training_step_table,
     "zoo": zoo_table,
     "zoo_summary": zoo_summary_table,

@@ -115,17 +115,20 @@ def _joined(left, right):
 
 
 @gluon.jit
-def _weigh_columns(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constexpr):
+def _weigh_columns(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constexpr, FAR: gl.constexpr):
     """Some columns at a time: the compiler keeps to the order, and fills the time that exponentials take with sums."""
     if s.shape[1] > 8:
         left, right = _halves(s)
-        left, sums = _weigh_columns(left, reference, c, sums, DTYPE, LEVEL)
-        right, sums = _weigh_columns(right, reference, c, sums, DTYPE, LEVEL)
+        left, sums = _weigh_columns(left, reference, c, sums, DTYPE, LEVEL, FAR)
+        right, sums = _weigh_columns(right, reference, c, sums, DTYPE, LEVEL, FAR)
         return _joined(left, right), sums
     else:
-        total, tilted, squares, largest = sums
+        total, tilted, squares, largest, far_moved, far_spread = sums
         x = s * c - gl.expand_dims(gl.convert_layout(reference, gl.SliceLayout(1, s.type.layout)), 1)
         p = gl.exp2(x)
+        if FAR:
+            far_moved = _added(s, far_moved)
+            far_spread = _added(s * s, far_spread)
         total = _added(p, total)
         if LEVEL >= 1:
             # The bits of numbers from 0 on are ordered like integers, of which one instruction compares three.
@@ -135,13 +138,13 @@ def _weigh_columns(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constex
         if LEVEL >= 2:
             tilted = _added(p * x, tilted)
             squares = _added(p * p, squares)
-        return p.to(DTYPE), (total, tilted, squares, largest)
+        return p.to(DTYPE), (total, tilted, squares, largest, far_moved, far_spread)
 
 
 @gluon.jit
-def _weigh(s, reference, c, sums, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LEVEL: gl.constexpr):
-    """The weights as the left side of PV, and the sums with theirs."""
-    p, sums = _weigh_columns(s, reference, c, sums, DTYPE, LEVEL)
+def _weigh(s, reference, c, sums, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LEVEL: gl.constexpr, FAR: gl.constexpr):
+    """The weights as the left side of PV, and the sums with theirs; if FAR, also over the scores themselves."""
+    p, sums = _weigh_columns(s, reference, c, sums, DTYPE, LEVEL, FAR)
     return gl.convert_layout(p, LAYOUT), sums
 
 
@@ -254,12 +257,10 @@ def _consumer(
         of_item = (q_slot + ITEMS - 1) % ITEMS * CONSUMERS + who
         q = q_tiles.index(of_item).reshape([_M, D])
         o = gl.zeros([_M, D], gl.float32, A)
-        sums = (nothing, nothing, nothing, nothing.to(gl.int32))
+        sums = (nothing, nothing, nothing, nothing.to(gl.int32), nothing, nothing)
         # Sums over the scores themselves, not weighed: of tiles looked at row by row about the reference, so that a row
         # of one key has a variance of 0, and of those of which all rows see all, cheaper, of q·k about 0.
         near = (nothing, nothing)
-        far_moved = nothing
-        far_spread = nothing
         tile = high - 1
         # Of this tile of K, and of the tile of V before it.
         mbarrier.arrive(empty.index(stage))
@@ -272,7 +273,7 @@ def _consumer(
             reference = gl.where(_meets(tile, first, width, N), reference, _NO_REFERENCE)
         if LEVEL >= 3:
             near = _scatter(s, reference, c, near)
-        p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
+        p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL, False)
         v_stage = stage
         v_phase = phase
         stage, phase = _advance(stage, phase, STAGES)
@@ -300,10 +301,13 @@ def _consumer(
                 reference = gl.where(new, gl.max(s, axis=1) * c, reference)
                 if LEVEL >= 3:
                     near = _scatter(s, reference, c, near)
+                    # Here and there, and not once for both: what fills the time of exponentials must not lie beyond a
+                    # branch.
+                    p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL, False)
             elif LEVEL >= 3:
-                far_moved = _added(s, far_moved)
-                far_spread = _added(s * s, far_spread)
-            p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL)
+                p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL, True)
+            if LEVEL < 3:
+                p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL, False)
             if VALUES:
                 o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(empty.index(stage))
@@ -327,7 +331,7 @@ def _consumer(
         next_s, item, tiles, place, next_c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = of_next
 
         # What is not a number fails every comparison. A row that sees nothing has nothing to fail.
-        total, tilted, squares, largest = sums
+        total, tilted, squares, largest, far_moved, far_spread = sums
         total = gl.convert_layout(gl.sum(total, axis=1), R)
         good = good & (total < _SUM_LIMIT) & (total > 1 / _SUM_LIMIT) & (gl.abs(reference) < _REFERENCE_LIMIT)
         inverse = 1.0 / total

@@ -20,13 +20,11 @@ from ._tile import LOG2E, Matrix, load_keys
 
 FIELDS = frozenset(("score_mean", "score_std", "first_key_weight"))
 """What is filled in here."""
-SUMMED_KEYS = 4096
-"""From as many queries and keys on it is worth while."""
+SUMMED_KEYS = {(64, False): 2048, (64, True): 4096, (128, False): 4096, (128, True): 16384}
+"""From as many queries and keys on it is worth while, by head_dim and whether it is causal."""
 MOST_CHUNKS = 64
 LEAST_KEYS = 1024
 """Of a chunk, which one program adds up."""
-ROWS = 128
-"""Queries, and keys of the diagonal, that are worked on together."""
 FAR_MEAN: tl.constexpr = tl.constexpr(2.0**10)
 """Squared mean, in variances, up to which enough digits are left of the sums, which are taken about 0."""
 TINY: tl.constexpr = tl.constexpr(2.0**-12)
@@ -155,10 +153,11 @@ def moments_kernel(
 
 def worthwhile(call: Call) -> bool:
     """Whether moments of scores are to follow from sums over keys: with few of either that costs more than it saves."""
-    queries, keys = call.q.shape[2], call.k.shape[2]
-    plain = call.mask is None and call.softcap is None and not call.dropout_p and call.q.shape[3] in (64, 128)
-    enough = min(queries, keys) >= SUMMED_KEYS
-    return plain and enough and call.q.dtype == torch.bfloat16 and (_all_seen(call) or _causal(call))
+    causal = _causal(call)
+    plain = call.mask is None and call.softcap is None and not call.dropout_p and (causal or _all_seen(call))
+    least = SUMMED_KEYS.get((call.q.shape[3], causal))
+    enough = least is not None and min(call.q.shape[2], call.k.shape[2]) >= least
+    return plain and enough and call.q.dtype == torch.bfloat16
 
 
 def _all_seen(call: Call) -> bool:
@@ -177,7 +176,7 @@ def fill(call: Call, found: dict[str, Tensor], marks: Tensor, marked_rows: int) 
     batch, heads, queries, depth = q.shape
     units, keys = batch * k.shape[1], k.shape[2]
     causal = not _all_seen(call)
-    chunk = max(LEAST_KEYS, triton.cdiv(triton.cdiv(keys, MOST_CHUNKS), ROWS) * ROWS)
+    chunk = max(LEAST_KEYS, triton.cdiv(triton.cdiv(keys, MOST_CHUNKS), 128) * 128)
     chunks = triton.cdiv(keys, chunk)
     like: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     grams = torch.empty((units * chunks, depth, depth), **like)
@@ -185,7 +184,7 @@ def fill(call: Call, found: dict[str, Tensor], marks: Tensor, marked_rows: int) 
     matrix = Matrix(k, *k.stride()[:3])
     widen = k.device.type == "cpu"
     each = (matrix, grams, sums, k.shape[1], keys, chunk, chunks, 64, depth, widen)
-    launch(chunk_kernel, units * chunks, each, num_warps=8, num_stages=3)
+    launch(chunk_kernel, units * chunks, each, num_warps=4, num_stages=4)
     slab = 16
     launch(before_kernel, units * (depth // slab), (grams, sums, chunks, slab, depth, causal), num_warps=4)
     nowhere = torch.empty(q.shape[:-1], **like) if FIELDS - found.keys() else grams
@@ -193,8 +192,10 @@ def fill(call: Call, found: dict[str, Tensor], marks: Tensor, marked_rows: int) 
     scale = call.scale
     strides = (0 if scale.shape[axis] == 1 else scale.stride(axis) for axis in range(2))
     parts = triton.cdiv(queries, chunk)
+    # Measured on an H200.
+    block, warps = (128, 8) if depth == 128 else (64, 4) if causal else (128, 4)
     arguments = (
         Matrix(q, *q.stride()[:3]), matrix, grams, sums, scale, found["logsumexp"], *places, marks,
-        heads, call.group, queries, keys, chunk, parts, chunks, *strides, marked_rows, ROWS, depth, causal, widen,
+        heads, call.group, queries, keys, chunk, parts, chunks, *strides, marked_rows, block, depth, causal, widen,
     )  # fmt: skip
-    launch(moments_kernel, batch * heads * parts, arguments, num_warps=8, num_stages=2)
+    launch(moments_kernel, batch * heads * parts, arguments, num_warps=warps, num_stages=2)
