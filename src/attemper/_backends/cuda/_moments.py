@@ -1,8 +1,8 @@
 """Mean and spread of the scores from sums over keys: Σs = q·Σk and Σ(s − mean)² = qᵀ(Σ(k − k̄)(k − k̄)ᵀ)q.
 
 For many queries this is far less work than to add up scores. Where every query sees all keys, one matrix does for all
-queries of a head. Under a causal mask each chunk of queries begins with the sums over all keys before it, and takes up
-its own keys some at a time; scores are computed only along the diagonal.
+queries of a head. Under a causal mask there is one for each chunk of keys, of all keys before it, and of those in the
+same chunk scores are computed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ FIELDS = frozenset(("score_mean", "score_std", "first_key_weight"))
 SUMMED_KEYS = {(64, False): 2048, (64, True): 4096, (128, False): 4096, (128, True): 16384}
 """From as many queries and keys on it is worth while, by head_dim and whether it is causal."""
 MOST_CHUNKS = 64
-LEAST_KEYS = 1024
+LEAST_KEYS = 512
 """Of a chunk, which one program adds up."""
 FAR_MEAN: tl.constexpr = tl.constexpr(2.0**10)
 """Squared mean, in variances, up to which enough digits are left of the sums, which are taken about 0."""
+REST: tl.constexpr = tl.constexpr(16)
+"""Rows of a table below its matrices, as few as a product takes; four are written."""
 TINY: tl.constexpr = tl.constexpr(2.0**-12)
 
 
@@ -46,109 +48,128 @@ def chunk_kernel(k, grams, sums, heads, keys, chunk, chunks, BN: tl.constexpr, D
     batch, head = unit // heads, unit % heads
     begin = program % chunks * chunk
     gram = tl.zeros([D, D], tl.float32)
-    # Added up in place: rows lie with several warps, and to add them to each other takes a barrier.
-    total = tl.zeros([BN, D], tl.float32)
+    # By a product too: Triton 3.6 lets a tile that is read otherwise be overwritten while products still read it.
+    ones = tl.full([64, BN], 1.0, k.data.dtype.element_ty)
+    total = tl.zeros([64, D], tl.float32)
     for start in tl.range(begin, tl.minimum(begin + chunk, keys), BN):
         tile = load_keys(k, batch, head, start, keys, D, BN, D)
         gram = multiplied(tile.T, tile, gram, WIDEN)
-        total += tile.to(tl.float32)
+        total = multiplied(ones, tile, total, WIDEN)
     component = tl.arange(0, D)
     place = program.to(tl.int64) * (D * D) + component[:, None] * D + component[None, :]
     tl.store(grams + place, gram)
-    tl.store(sums + program.to(tl.int64) * D + component, tl.sum(total, 0))
+    same = program.to(tl.int64) * D + component[None, :] + tl.zeros([64, 1], tl.int32)
+    tl.store(sums + same, total, mask=(tl.arange(0, 64) == 0)[:, None])
 
 
 @triton.jit
-def before_kernel(grams, sums, chunks, BM: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr):
-    """Some rows of the sums over all chunks, in place of the first; if CAUSAL, over those before each, in its place."""
-    unit = (tl.program_id(0) // (D // BM)).to(tl.int64) * chunks
-    row = tl.program_id(0) % (D // BM) * BM + tl.arange(0, BM)
-    here = row[:, None] * D + tl.arange(0, D)[None, :]
-    gram = tl.zeros([BM, D], tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    for i in tl.range(0, chunks):
-        own, own_total = tl.load(grams + (unit + i) * (D * D) + here), tl.load(sums + (unit + i) * D + row)
-        if CAUSAL:
-            tl.store(grams + (unit + i) * (D * D) + here, gram)
-            tl.store(sums + (unit + i) * D + row, total)
-        gram += own
-        total += own_total
-    if not CAUSAL:
-        tl.store(grams + unit * (D * D) + here, gram)
-        tl.store(sums + unit * D + row, total)
+def before_kernel(
+    k, grams, sums, tables, heads, keys, chunk, chunks, BC: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """One row of the sums over all keys before each chunk, about their mean; if not CAUSAL, of those over all keys.
 
-
-@triton.jit
-def about_mean(gram, total, share, like):
-    """Sums about the mean of the keys, as a matrix of 8 bits and one of the 8 bits that follow.
-
-    About 0, a spread that is small beside the mean would cancel.
+    About 0, a spread that is small beside the mean would cancel. A table is a matrix of 8 bits, below it one of the 8
+    bits that follow, then the mean in three rows, then the first key.
     """
-    centred = gram - (total[:, None] * share) * total[None, :]
-    rough = centred.to(like.dtype)
-    return rough, (centred - rough.to(tl.float32)).to(like.dtype)
+    unit, row = tl.program_id(0) // D, tl.program_id(0) % D
+    component = tl.arange(0, D)
+    gram = tl.zeros([D], tl.float32)
+    total = tl.zeros([D], tl.float32)
+    for start in tl.range(0, chunks + 1, BC):
+        i = start + tl.arange(0, BC)
+        known = (i > 0) & (i <= chunks)
+        of_chunk = (unit * chunks + i - 1).to(tl.int64)[:, None] * D
+        own = tl.load(grams + (of_chunk + row) * D + component[None, :], mask=known[:, None], other=0.0)
+        own_total = tl.load(sums + of_chunk + component[None, :], mask=known[:, None], other=0.0)
+        share = 1 / tl.minimum(tl.maximum(i * chunk, 1), keys).to(tl.float32)
+        so_far = total[None, :] + tl.cumsum(own_total, 0)
+        of_row = tl.sum(tl.where(component[None, :] == row, so_far, 0.0), 1)
+        mean = so_far * share[:, None]
+        about = gram[None, :] + tl.cumsum(own, 0) - of_row[:, None] * mean
+        rough = about.to(tables.dtype.element_ty)
+        fine = (about - rough.to(tl.float32)).to(rough.dtype)
+        wanted = (i < chunks) if CAUSAL else (i == chunks)
+        slot = unit * chunks + i if CAUSAL else unit + tl.zeros_like(i)
+        table = tables + slot.to(tl.int64)[:, None] * ((2 * D + REST) * D)
+        line = table + row * D + component[None, :]
+        tl.store(line, rough, mask=wanted[:, None])
+        tl.store(line + D * D, fine, mask=wanted[:, None])
+        if row < 3:
+            for _ in tl.range(0, row):
+                mean -= mean.to(rough.dtype).to(tl.float32)
+            tl.store(line + 2 * D * D, mean.to(rough.dtype), mask=wanted[:, None])
+        elif row == 3:
+            first_key = load_keys(k, unit // heads, unit % heads, 0, keys, D, 1, D)
+            tl.store(line + 2 * D * D, tl.broadcast_to(first_key, [BC, D]), mask=wanted[:, None])
+        gram += tl.sum(own, 0)
+        total += tl.sum(own_total, 0)
 
 
 @triton.jit
 def moments_kernel(
-    q, k, grams, sums, scale, logsumexp, mean_of, std_of, first_of, mark,
-    heads, group, queries, keys, chunk, parts, chunks, scale_batch, scale_head, marked_rows,
-    BM: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, WIDEN: tl.constexpr,
+    q, k, tables, scale, logsumexp, mean_of, std_of, first_of, mark,
+    heads, group, queries, keys, chunk, blocks, chunks, scale_batch, scale_head, marked_rows,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The fields of one chunk of the queries of a head; a block is marked where digits were lost."""
+    """The fields of one block of rows; it is marked where digits were lost."""
     program = tl.program_id(0)
-    pair, part = program // parts, program % parts
+    pair, start = program // blocks, program % blocks * BM
     batch, head = pair // heads, pair % heads
     k_head = head // group
-    unit = ((batch * (heads // group) + k_head) * chunks).to(tl.int64)
+    slot = batch * (heads // group) + k_head
+    begin = keys
     if CAUSAL:
-        unit += part
+        slot = slot * chunks + start // chunk
+        begin = start // chunk * chunk
     component = tl.arange(0, D)
-    gram = tl.load(grams + unit * (D * D) + component[:, None] * D + component[None, :])
-    total = tl.load(sums + unit * D + component)
-    first_key = load_keys(k, batch, k_head, 0, keys, D, 1, D)
+    table = tables + slot.to(tl.int64) * ((2 * D + REST) * D) + component[None, :]
+    own = load_keys(q, batch, head, start, queries, D, BM, D)
+    line = component[:, None] * D
+    turned = multiplied(own, tl.load(table + line).T, tl.zeros([BM, D], tl.float32), WIDEN)
+    turned = multiplied(own, tl.load(table + D * D + line).T, turned, WIDEN)
+    spread = tl.sum(turned * own.to(tl.float32), 1)
+    which = tl.arange(0, REST)
+    rest = tl.load(table + (2 * D + which[:, None]) * D)
+    rest = multiplied(own, rest.T, tl.zeros([BM, REST], tl.float32), WIDEN)
+    mean = tl.sum(tl.where(which[None, :] < 3, rest, 0.0), 1)
+    opening = tl.sum(tl.where(which[None, :] == 3, rest, 0.0), 1)
+    far, count = mean, begin * 1.0
+    if CAUSAL:
+        row = tl.arange(0, BM)
+        tile = load_keys(k, batch, k_head, start, keys, D, BM, D)
+        scores = multiplied(own, tile.T, tl.zeros([BM, BM], tl.float32), WIDEN)
+        seen = row[:, None] >= row[None, :]
+        here = (row + 1).to(tl.float32)
+        near = tl.sum(tl.where(seen, scores, 0.0), 1) / here
+        off = tl.where(seen, scores - near[:, None], 0.0)
+        spread += tl.sum(off * off, 1)
+        moved = tl.zeros([BM], tl.float32)
+        for key in tl.range(begin, start, BN):
+            earlier = load_keys(k, batch, k_head, key, keys, D, BN, D)
+            away = multiplied(own, earlier.T, tl.zeros([BM, BN], tl.float32), WIDEN) - near[:, None]
+            moved += tl.sum(away, 1)
+            spread += tl.sum(away * away, 1)
+        here += start - begin
+        shift = moved / here
+        spread -= shift * moved
+        gap = near + shift - mean
+        share = here / (count + here)
+        spread += gap * gap * (count * share)
+        mean += gap * share
+        count += here
+    query = start + tl.arange(0, BM)
+    there = query < queries
+    place = pair.to(tl.int64) * queries + query
     factor = tl.load(scale + batch * scale_batch + head * scale_head)
-    before = keys * 1.0
-    share = 1 / before
-    rough, fine = about_mean(gram, total, share, first_key)
-    for start in tl.range(part * chunk, tl.minimum((part + 1) * chunk, queries), BM):
-        own = load_keys(q, batch, head, start, queries, D, BM, D)
-        wide = own.to(tl.float32)
-        if CAUSAL:
-            before = start * 1.0
-            share = 1 / tl.maximum(before, 1.0)
-            rough, fine = about_mean(gram, total, share, first_key)
-        turned = multiplied(own, fine, multiplied(own, rough, tl.zeros([BM, D], tl.float32), WIDEN), WIDEN)
-        mean = tl.sum(wide * (total * share)[None, :], 1)
-        spread = tl.sum(wide * turned, 1)
-        far, count = mean, before
-        if CAUSAL:
-            tile = load_keys(k, batch, k_head, start, keys, D, BM, D)
-            scores = multiplied(own, tile.T, tl.zeros([BM, BM], tl.float32), WIDEN)
-            row = tl.arange(0, BM)
-            seen = row[:, None] >= row[None, :]
-            here = (row + 1).to(tl.float32)
-            near = tl.sum(tl.where(seen, scores, 0.0), 1) / here
-            off = tl.where(seen, scores - near[:, None], 0.0)
-            count = before + here
-            gap = near - mean
-            spread += tl.sum(off * off, 1) + gap * gap * before * (here / count)
-            mean += gap * (here / count)
-            gram = multiplied(tile.T, tile, gram, WIDEN)
-            total += tl.sum(tile.to(tl.float32), 0)
-        query = start + tl.arange(0, BM)
-        there = query < queries
-        place = pair.to(tl.int64) * queries + query
-        # What is not a number stays so.
-        variance = tl.where(spread < 0, 0.0, spread) / count * (factor * factor)
-        tl.store(mean_of + place, mean * factor, mask=there)
-        tl.store(std_of + place, tl.sqrt(variance), mask=there)
-        opening = tl.sum(wide * first_key.to(tl.float32), 1) * factor
-        known = tl.load(logsumexp + place, mask=there, other=0.0)
-        tl.store(first_of + place, tl.exp2((opening - known) * LOG2E), mask=there)
-        sound = far * far * (factor * factor) <= FAR_MEAN * variance + TINY
-        marks = tl.full([BM], 1, tl.int32)
-        tl.store(mark + pair * tl.cdiv(queries, marked_rows) + query // marked_rows, marks, mask=there & (sound == 0))
+    # What is not a number stays so.
+    variance = tl.where(spread < 0, 0.0, spread) / count * (factor * factor)
+    tl.store(mean_of + place, mean * factor, mask=there)
+    tl.store(std_of + place, tl.sqrt(variance), mask=there)
+    known = tl.load(logsumexp + place, mask=there, other=0.0)
+    tl.store(first_of + place, tl.exp2((opening * factor - known) * LOG2E), mask=there)
+    sound = far * far * (factor * factor) <= FAR_MEAN * variance + TINY
+    marks = tl.full([BM], 1, tl.int32)
+    tl.store(mark + pair * tl.cdiv(queries, marked_rows) + query // marked_rows, marks, mask=there & (sound == 0))
 
 
 def worthwhile(call: Call) -> bool:
@@ -176,26 +197,30 @@ def fill(call: Call, found: dict[str, Tensor], marks: Tensor, marked_rows: int) 
     batch, heads, queries, depth = q.shape
     units, keys = batch * k.shape[1], k.shape[2]
     causal = not _all_seen(call)
-    chunk = max(LEAST_KEYS, triton.cdiv(triton.cdiv(keys, MOST_CHUNKS), 128) * 128)
+    # Full, there is one table, whatever the chunks.
+    chunk = max(LEAST_KEYS * (1 if causal else 2), triton.cdiv(triton.cdiv(keys, MOST_CHUNKS), 128) * 128)
     chunks = triton.cdiv(keys, chunk)
     like: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     grams = torch.empty((units * chunks, depth, depth), **like)
     sums = torch.empty((units * chunks, depth), **like)
+    tables = torch.empty(
+        (units * (chunks if causal else 1), 2 * depth + REST.value, depth), dtype=k.dtype, device=k.device
+    )
     matrix = Matrix(k, *k.stride()[:3])
     widen = k.device.type == "cpu"
     each = (matrix, grams, sums, k.shape[1], keys, chunk, chunks, 64, depth, widen)
     launch(chunk_kernel, units * chunks, each, num_warps=4, num_stages=4)
-    slab = 16
-    launch(before_kernel, units * (depth // slab), (grams, sums, chunks, slab, depth, causal), num_warps=4)
+    rows = (matrix, grams, sums, tables, k.shape[1], keys, chunk, chunks, 2, depth, causal)
+    launch(before_kernel, units * depth, rows, num_warps=1, maxnreg=64)
     nowhere = torch.empty(q.shape[:-1], **like) if FIELDS - found.keys() else grams
     places = (found.get(name, nowhere) for name in ("score_mean", "score_std", "first_key_weight"))
     scale = call.scale
     strides = (0 if scale.shape[axis] == 1 else scale.stride(axis) for axis in range(2))
-    parts = triton.cdiv(queries, chunk)
-    # Measured on an H200.
-    block, warps = (128, 8) if depth == 128 else (64, 4) if causal else (128, 4)
+    tile = (128, 8, 2, 128) if not causal else (64, 4, 2, 168) if depth == 128 else (64, 4, 3, None)
+    block, warps, stages, registers = tile
+    blocks = triton.cdiv(queries, block)
     arguments = (
-        Matrix(q, *q.stride()[:3]), matrix, grams, sums, scale, found["logsumexp"], *places, marks,
-        heads, call.group, queries, keys, chunk, parts, chunks, *strides, marked_rows, block, depth, causal, widen,
+        Matrix(q, *q.stride()[:3]), matrix, tables, scale, found["logsumexp"], *places, marks,
+        heads, call.group, queries, keys, chunk, blocks, chunks, *strides, marked_rows, block, 64, depth, causal, widen,
     )  # fmt: skip
-    launch(moments_kernel, batch * heads * parts, arguments, num_warps=warps, num_stages=2)
+    launch(moments_kernel, batch * heads * blocks, arguments, num_warps=warps, num_stages=stages, maxnreg=registers)
