@@ -265,7 +265,7 @@ class TestLongCalls:
         [
             (300, 520, {}),
             (700, 700, {"is_causal": True}),
-            (768, 768, {"is_causal": True, "sinks": draw(9, 2), "scale": torch.tensor([0.2, 0.03])}),
+            (768, 768, {"is_causal": True, "sinks": draw(9, 2), "scale": torch.tensor([0.2, 0.03], device=DEVICE)}),
         ],
         ids=["full", "causal", "causal, sinks"],
     )

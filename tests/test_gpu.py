@@ -8,7 +8,7 @@ from attemper import attend, read, watch
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA GPU here", allow_module_level=True)
 
-from attemper._backends.cuda import _launch
+from attemper._backends.cuda import _launch, _moments
 
 FIELDS = (
     "max_logit",
@@ -93,6 +93,21 @@ def gradients(q, k, v, grad, **options):
     result = attend(*leaves, **options)
     found = torch.autograd.grad(result.output, leaves, grad.to(result.output.dtype))
     return [*found, result.reading.pressure, result.reading.gradient_flow]
+
+
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_moments_from_sums_over_keys(head_dim, causal, hopper, monkeypatch):
+    """Of so many heads that all of the GPU is at it: sums of products once were read while they were overwritten."""
+    monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, 128))
+    if not hopper:
+        monkeypatch.setattr(_launch, "_gluon", lambda _name: None)
+    q, k, v = (draw(1, 32, 8000, head_dim) for _ in range(3))
+    k += 0.2 * draw(head_dim)
+    rows = torch.tensor([0, 1, 63, 64, 511, 512, 600, 4097, 7999], device="cuda")
+    for head in (0, 17, 31):
+        rows_agree(attend(q, k, v, is_causal=causal), q, k, v, head, head, rows, causal=causal)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
