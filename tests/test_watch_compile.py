@@ -440,6 +440,34 @@ def test_windows_of_a_batch_and_several_calls_of_one_module():
     assert_same(monitor.vitals, eager.vitals)
 
 
+@pytest.mark.parametrize(("batch", "step"), [(18, 4), (15, 1)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_gradient_flow_of_a_large_batch_is_that_of_some_of_its_entries(batch, step, masked):
+    class Shown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+        def forward(self, x, shown):
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+
+    model = Shown()
+    x = torch.randn(batch, LENGTH, WIDTH)
+    shown = torch.rand(batch, 1, LENGTH, LENGTH) < 0.7 if masked else None
+    with watch(model, every=1) as eager:
+        some = model(x[::step], shown if shown is None else shown[::step])
+        some.square().mean().backward()
+    fast = torch.compile(model, backend="aot_eager")
+    with watch(fast, every=1) as monitor:
+        fast(x, shown).square().mean().backward()
+    assert monitor.uncompiled is None
+    found, wanted = monitor.vitals["(root)"], eager.vitals["(root)"]
+    np.testing.assert_allclose(found.gradient_flow, wanted.gradient_flow, rtol=1e-4)
+    assert found.weights["gradient_flow"].tolist() == wanted.weights["gradient_flow"].tolist()
+    assert found.weights["entropy"][0] > wanted.weights["entropy"][0] or step == 1
+
+
 def test_without_gradients_there_is_no_pressure_and_the_output_has_no_graph():
     model = Model().requires_grad_(False)
     fast = torch.compile(model, backend="aot_eager")

@@ -12,9 +12,11 @@ from torch.nn import functional
 from .._attend import gradient_flow_beside, read
 from .._reading import AFTER_BACKWARD, MEASURED, Reading
 from ._record import HIDING, unwatched
-from ._shapes import Four, four_axes, shaped
+from ._shapes import Four, four_axes
 from ._sums import sum_flow, sum_pressure, sum_rows
 
+MANY_ENTRIES = 16
+"""Of a batch, of which every fourth gives the gradient flow."""
 STATS = tuple(name for name in MEASURED if name not in (*AFTER_BACKWARD, "output_norm"))
 
 
@@ -55,7 +57,9 @@ class ReadCall(nn.Module):
             odd: Any = reading.nonfinite
             table = sum_rows(replace(reading, output_norm=norm, nonfinite=odd | ~torch.isfinite(norm)))
         if flow_probe is not None:
-            output = _Flow.apply(output, flow_probe, call, reading, options, bool(dropout_p))  # type: ignore[no-untyped-call]
+            # Entries that make up a sequence are not alike.
+            step = 4 if call.q.shape[0] >= MANY_ENTRIES and self.entries == 1 else 1
+            output = _Flow.apply(output, flow_probe, call, reading, options, step, bool(dropout_p))  # type: ignore[no-untyped-call]
         return output, table
 
 
@@ -83,7 +87,10 @@ class _Pressure(torch.autograd.Function):
 
 
 class _Flow(torch.autograd.Function):
-    """The output as it is; from what arrives at it the gradient flow becomes the gradient of the probe."""
+    """The output as it is; from what arrives at it the gradient flow becomes the gradient of the probe.
+
+    It is a mean over rows and takes as long as the call itself: some entries of a large batch are enough.
+    """
 
     @staticmethod
     def forward(
@@ -93,18 +100,23 @@ class _Flow(torch.autograd.Function):
         call: Four,
         reading: Reading,
         options: dict[str, Any],
+        step: int,
         dropped: bool,
     ) -> Tensor:
         own = None if dropped else call.output
-        row = (reading.visible_keys, reading.max_logit, reading.largest_weight, reading.logsumexp)
-        ctx.save_for_backward(call.q, call.k, call.v, own, call.mask, *row)
-        ctx.options = options
+        row: Any = (reading.visible_keys, reading.max_logit, reading.largest_weight, reading.logsumexp)
+        mask = call.mask
+        if mask is not None and mask.ndim >= 4 and mask.shape[0] > 1:
+            mask = mask[::step]
+        some = (x if x is None else x[::step] for x in (call.q, call.k, call.v, own))
+        ctx.save_for_backward(*some, mask, *(x[::step] for x in row))
+        ctx.rows, ctx.step, ctx.options = call.q.shape[:3], step, options
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, output, mask, visible, max_logit, largest_weight, logsumexp = ctx.saved_tensors
         reading = Reading(backend="beside", max_logit=max_logit, largest_weight=largest_weight, logsumexp=logsumexp)
-        arriving = shaped(q, grad)
+        arriving = grad.reshape(*ctx.rows, grad.shape[-1])[:: ctx.step]
         flow = gradient_flow_beside(q, k, v, output, arriving, reading, attn_mask=mask, **ctx.options)
-        return grad, sum_flow(flow, visible), None, None, None, None
+        return grad, sum_flow(flow, visible), *[None] * 5
