@@ -279,6 +279,27 @@ def _cuda_rows(columns: dict[str, str], peer: str = "cudnn") -> str:
     return _table(("head_dim, length, keys seen", *columns.values()), cells)
 
 
+def cuda_summary_table() -> str:
+    """The gist, at the length in the middle."""
+    record, rows = _cuda()
+    ways = {
+        "forward, no statistics": ("none", "cudnn"),
+        "forward, maximum, logsumexp, entropy, collision": ("sums", "cudnn"),
+        "forward, all statistics": ("all", "cudnn"),
+        "forward and backward, all statistics and pressure": ("pressure, backward too", "cudnn, backward too"),
+        "forward and backward, gradient flow too": ("flow, backward too", "cudnn, backward too"),
+        "forward, all statistics, beside the matrix and statistics from it": ("all", "eager"),
+    }
+    rows = [row["seconds"] for row in rows if row["length"] == 8192]
+    cells = []
+    for told, (name, peer) in ways.items():
+        ratios = (row[peer] / row[name] for row in rows)
+        cells.append((told, *(f"{ratio:.0f}×" if ratio > 10 else f"{ratio:.2f}×" for ratio in ratios)))
+    problems = ("16 heads of 128", "the same, causal", "32 heads of 64", "the same, causal")
+    caption = f"{record['device']}, bfloat16, 2 × 8192 tokens, torch {_short(record, 'torch')}."
+    return f"{caption}\n\n" + _table(("speed against torch with cuDNN", *problems), cells)
+
+
 def cuda_machine_table() -> str:
     record, _ = _cuda()
     versions = record["versions"]
@@ -493,6 +514,7 @@ QUICK = {
     "cpu_shapes": cpu_shapes_table,
     "cpu_rest": cpu_rest_table,
     "cpu_summary": cpu_summary_table,
+    "cuda_summary": cuda_summary_table,
     "cuda_machine": cuda_machine_table,
     "cuda_forward": cuda_forward_table,
     "cuda_backward": cuda_backward_table,
