@@ -395,7 +395,9 @@ def finish(
         sound = sound & (tl.abs(state.mean) < float("inf"))
         tl.store(fields.nonfinite + row, tl.where(seen & (sound == 0), 1, 0).to(tl.int64), mask=there)
     if not CAREFUL:
-        tl.store(mark + block, tl.max(tl.where(there & seen & (sound == 0), 1, 0), 0))
+        # As a column: of a row of numbers Triton 3.6 makes nothing on GPUs of compute capability 10.0.
+        unsound = tl.where(there & seen & (sound == 0), 1, 0)
+        tl.store(mark + block + tl.arange(0, 1), tl.max(unsound[:, None], 0))
 
 
 @triton.jit
