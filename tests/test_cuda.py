@@ -238,7 +238,7 @@ class TestLongCalls:
             filled.append(sorted(_moments.FIELDS & found.keys()))
             marked.append(int(marks.sum()))
 
-        monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, 128))
+        monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, (128, 128)))
         monkeypatch.setattr(_moments, "LEAST_KEYS", 256)
         monkeypatch.setattr(_moments, "MOST_CHUNKS", 3)
         monkeypatch.setattr(_launch, "splits_for", lambda *given: 1)
@@ -328,6 +328,15 @@ class TestLongCalls:
         q, k, v = three(300, 300, 64, dtype=torch.bfloat16)
         self.agrees(q, k, v, (name,), is_causal=True, stats=(name,))
         assert long[0] == [[name]]
+
+    def test_without_values_more_keys_have_to_be_there(self, long, monkeypatch):
+        monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, (128, 301)))
+        q, k, v = three(300, 300, 64, dtype=torch.bfloat16)
+        fields_agree(triton_read(q, k), triton_attend(q, k, v).reading)
+        assert long[0] == [sorted(_moments.FIELDS)]
+        q, k, _ = three(301, 301, 64, dtype=torch.bfloat16)
+        triton_read(q, k)
+        assert len(long[0]) == 2
 
     def test_without_the_largest_score(self, long):
         q, k, v = three(300, 400, 64, dtype=torch.bfloat16)
@@ -908,7 +917,7 @@ _launch.launch = _moments.launch = launch
 _launch._copy_engine = lambda device: COPIED
 _launch._shared_memory = lambda device: 227 * 1024
 _launch._gluon = lambda name: None
-_moments.SUMMED_KEYS = dict.fromkeys(_moments.SUMMED_KEYS, 128)
+_moments.SUMMED_KEYS = dict.fromkeys(_moments.SUMMED_KEYS, (128, 128))
 for COPIED, dtype in ((False, "float32"), (False, "bfloat16"), (True, "bfloat16")):
     head_dim = 128 if COPIED else 64
     q = torch.zeros(1, 2, 300, head_dim, dtype=getattr(torch, dtype), requires_grad=True)

@@ -611,7 +611,7 @@ class TestAttend:
     @pytest.mark.parametrize("causal", [False, True])
     def test_moments_from_sums_over_keys(self, causal, shift, monkeypatch):
         """Where these lose digits too."""
-        monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, 128))
+        monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, (128, 128)))
         filled = []
         launch = _moments.launch
         monkeypatch.setattr(

@@ -20,8 +20,13 @@ from ._tile import LOG2E, Matrix, load_keys
 
 FIELDS = frozenset(("score_mean", "score_std", "first_key_weight"))
 """What is filled in here."""
-SUMMED_KEYS = {(64, False): 2048, (64, True): 4096, (128, False): 4096, (128, True): 16384}
-"""From as many queries and keys on it is worth while, by head_dim and whether it is causal."""
+SUMMED_KEYS = {
+    (64, False): (2048, 4096),
+    (64, True): (4096, 16384),
+    (128, False): (4096, 4096),
+    (128, True): (16384, 32768),
+}
+"""From as many queries and keys on it is worth while with values and without, by head_dim and whether it is causal."""
 MOST_CHUNKS = 64
 LEAST_KEYS = 512
 """Of a chunk, which one program adds up."""
@@ -176,9 +181,9 @@ def worthwhile(call: Call) -> bool:
     """Whether moments of scores are to follow from sums over keys: with few of either that costs more than it saves."""
     causal = _causal(call)
     plain = call.mask is None and call.softcap is None and not call.dropout_p and (causal or _all_seen(call))
-    least = SUMMED_KEYS.get((call.q.shape[3], causal))
-    enough = least is not None and min(call.q.shape[2], call.k.shape[2]) >= least
-    return plain and enough and call.q.dtype == torch.bfloat16
+    if not plain or (call.q.shape[3], causal) not in SUMMED_KEYS or call.q.dtype != torch.bfloat16:
+        return False
+    return min(call.q.shape[2], call.k.shape[2]) >= SUMMED_KEYS[call.q.shape[3], causal][call.v is None]
 
 
 def _all_seen(call: Call) -> bool:
