@@ -294,6 +294,14 @@ class TestLongCalls:
         self.agrees(*made, is_causal=True, enable_gqa=True)
         assert long == ([sorted(_moments.FIELDS)], [0])
 
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_components_that_do_not_follow_each_other(self, long, which):
+        made = three(300, 300, 64, dtype=torch.bfloat16)
+        turned = made[which].mT.contiguous().mT
+        assert turned.stride(-1) != 1
+        self.agrees(*made[:which], turned, *made[which + 1 :], is_causal=True)
+        assert long == ([sorted(_moments.FIELDS)], [0])
+
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")
     @pytest.mark.parametrize("worst", [math.nan, math.inf, 1e25])
     def test_a_key_reaches_those_who_see_it(self, long, worst):

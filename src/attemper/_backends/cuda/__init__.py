@@ -2,9 +2,10 @@
 
     _tile     who the rows of a block are, what they see, what a mask does to a tile
     _forward  output and statistics      _backward  gradients
-    _hopper   output and statistics of simple calls, for Hopper GPUs
-    _cudnn    gradients of simple calls       _flow      what is measured beside them
-    _launch   from a call to kernels
+    _moments  mean and spread of the scores of long calls, beside either kernel
+    _hopper   output and statistics of simple calls, for Hopper GPUs, fed by _hopper_supply
+    _cudnn    gradients of simple calls       _flow, _hopper_flow  what is measured beside them
+    _launch   from a call to kernels          _ready     launches without looking at every argument again
 
 Triton's interpreter runs them on the CPU too (TRITON_INTERPRET=1), for their tests.
 """

@@ -17,7 +17,7 @@ and max p.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ from ._hopper_supply import (
     _LETTER,
     _M,
     _STOP_PER_BATCH,
-    LAUNCHED,
     ROWS,
+    Configuration,
     _added,
     _advance,
     _bounds,
@@ -497,20 +497,6 @@ def _kernel(
         )
 
 
-class Configuration(NamedTuple):
-    resident: int
-    """Blocks of threads on a processor at once."""
-    items: int
-    """Of as many the query rows are there at once: the next come while the last tiles of these are worked on."""
-    consumers: int
-    keys: int
-    """Of a tile."""
-    stages: int
-    """Tiles of a ring."""
-    registers: int
-    """Of a thread of a consumer."""
-
-
 def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> Configuration:
     """What measured best."""
     if not values:
@@ -643,4 +629,4 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             q.dtype, head_dim, bounded, v is None, level, first.dtype, scale.dtype, sinks.dtype, q.device
         )  # fmt: skip
         programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
-        launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=LAUNCHED[choice.resident])
+        launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=choice.launched)

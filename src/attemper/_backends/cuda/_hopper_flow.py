@@ -22,8 +22,8 @@ from ._hopper_supply import (
     _LETTER,
     _LOG2_E,
     _M,
-    LAUNCHED,
     ROWS,
+    Configuration,
     _added,
     _advance,
     _bounds,
@@ -167,10 +167,10 @@ _POINTERS = ("scale_ptr", "max_ptr", "peak_ptr", "pull_ptr", "flow_ptr", "counte
 def _kernel(
     q_desc, k_desc, v_desc, g_desc, scale_ptr, max_ptr, peak_ptr, pull_ptr, flow_ptr, counter,
     queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
-    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-    BOUNDED: gl.constexpr,
+    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, 1, CONSUMERS, D, N, STAGES, True)
+    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, ITEMS, CONSUMERS, D, N, STAGES, True)
     g_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, _M, D], g_desc.layout)
     sizes = (queries, keys)
     shape = (heads, ratio, blocks, pairs, together, items)
@@ -185,7 +185,7 @@ def _kernel(
         [
             (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
             (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-            (_producer, (supply, 1, CONSUMERS, N, STAGES, BOUNDED, True, True)),
+            (_producer, (supply, ITEMS, CONSUMERS, N, STAGES, BOUNDED, True, True)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -204,24 +204,24 @@ def flow(call: Call, grad: Tensor, pull: Tensor, max_logit: Tensor, largest_weig
     assert v is not None
     batch, heads, queries, head_dim = q.shape
     keys = k.shape[2]
-    # As in `_hopper`, for what is wide one block of threads on a processor, else two.
-    resident, size, stages, registers = (1, 128, 2, 240) if head_dim == 128 else (2, 64, 4, 104)
-    consumers = 2
+    choice = Configuration(resident=2, items=1, consumers=2, keys=64, stages=4, registers=104)
+    if head_dim == 128:
+        choice = Configuration(resident=1, items=1, consumers=2, keys=128, stages=2, registers=240)
     scale = call.scale.contiguous()
     choices = scale_choices(scale)
     low, high = (0, 0) if call.band is None else call.band
     if call.band is not None:
         choices |= _BAND.value
-    pairs, blocks = batch * heads, -(-queries // (consumers * ROWS))
+    pairs, blocks = batch * heads, -(-queries // (choice.consumers * ROWS))
     with torch.cuda.device(q.device):
         counter = torch.zeros(1, dtype=torch.int32, device=q.device)
         bounded = call.band is not None
         arguments = (
-            described(q, ROWS), described(k, size), described(v, size), described(grad, ROWS),
+            described(q, ROWS), described(k, choice.keys), described(v, choice.keys), described(grad, ROWS),
             scale, max_logit, largest_weight, pull, found, counter,
             queries, keys, low, high, heads, call.group, blocks, pairs, together_in_cache(call), pairs * blocks,
-            choices, consumers, head_dim, size, stages, registers, bounded,
+            choices, choice.items, choice.consumers, head_dim, choice.keys, choice.stages, choice.registers, bounded,
         )  # fmt: skip
         form = (q.dtype, head_dim, bounded, scale.dtype, q.device)
-        programs = min(pairs * blocks, processors(q.device.index) * resident)
-        launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=LAUNCHED[resident])
+        programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
+        launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=choice.launched)

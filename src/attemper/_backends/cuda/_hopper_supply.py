@@ -7,7 +7,7 @@ See `_hopper` for how they work together.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ _copy_in = getattr(tma, "async_load" if hasattr(tma, "async_load") else "async_c
 
 ROWS = 64
 """Query rows of a consumer, which are flagged together."""
-LAUNCHED = {1: None, 2: 80}
-"""Registers of a thread at the start, by the blocks that a processor is to hold at once; the producer gives its own to
-the consumers."""
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _CACHED_BYTES = 32 << 20
 """K and V of the heads that are worked on together: what stays in the L2 cache of 50 MiB."""
@@ -406,6 +403,25 @@ def _rings(
         mbarrier.init(empty.index(i), count=CONSUMERS)
     barriers = (q_full, q_empty, k_full, v_full, empty)
     return (q_tiles, k_tiles, v_tiles), barriers, (mail, mail_full, mail_empty)
+
+
+class Configuration(NamedTuple):
+    resident: int
+    """Blocks of threads on a processor at once."""
+    items: int
+    """Of as many the query rows are there at once: the next come while the last tiles of these are worked on."""
+    consumers: int
+    keys: int
+    """Of a tile."""
+    stages: int
+    """Tiles of a ring."""
+    registers: int
+    """Of a thread of a consumer."""
+
+    @property
+    def launched(self) -> int | None:
+        """Registers of every thread at the start, of which the producer's then go to the consumers."""
+        return None if self.resident == 1 else 80
 
 
 @functools.cache

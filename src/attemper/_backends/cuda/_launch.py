@@ -19,7 +19,7 @@ from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
 from ._flow import dots_kernel, flow_kernel
 from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
 from ._ready import MOST, copyable, form_of, launch, strides_of
-from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Matrix, Sizes
+from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Sizes, matrix_of, stride_of
 
 NEED_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
 PEAKS = frozenset(("max_logit", "largest_weight", "max_qk"))
@@ -99,21 +99,18 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
         if hopper is None or not hopper.takes(call):
             _portable(call, measure, output, wide, found)
             return output, found
-        needed = {name: found[name] for name in hopper.FIELDS if name in found}
         summed = _summed(call, found)
-        later = summed or ("first_key_weight" in needed and not _begins_at_first_key(call))
+        opening = not summed and "first_key_weight" in found and not _begins_at_first_key(call)
+        later = _moments.FIELDS if summed else {"first_key_weight"} if opening else ()
+        needed = {name: found[name] for name in hopper.FIELDS if name in found and name not in later}
         if later:
-            for name in _moments.FIELDS if summed else ("first_key_weight",):
-                needed.pop(name, None)
             needed.setdefault("logsumexp", empty(call, "logsumexp", rows))
         blocks = rows[0] * rows[1] * -(-rows[2] // HOPPER_ROWS)
         marks = torch.zeros(blocks + 1, dtype=torch.int32, device=q.device)
         hopper.forward(call, output, wide, needed, marks)
         if summed:
             _moments.fill(call, found | needed, marks, HOPPER_ROWS)
-        _after_hopper(
-            call, measure, output, wide, _fields(call, found | needed), marks, opening=later and not summed
-        )  # fmt: skip
+        _after_hopper(call, measure, output, wide, _fields(call, found | needed), marks, opening=opening)
     return output, found
 
 
@@ -200,8 +197,8 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         copies = tuple(_described(x, tile.keys) for x in (call.k, call.k if call.v is None else call.v))
     ahead = kind._replace(split=splits > 1, peak=peak, summed=summed, copied=isinstance(copies[0], TensorDescriptor))
     sizes = _sizes(call, blocks, stack, splits)
-    q, k = _matrix(call.q, call), _matrix(call.k, call)
-    v, out, full = (_matrix(x, call) for x in (call.v, output, wide))
+    q, k = matrix_of(call.q, call), matrix_of(call.k, call)
+    v, out, full = (matrix_of(x, call) for x in (call.v, output, wide))
     shared = (*_bounds(call), call.scale, call.scale if call.sinks is None else call.sinks)
     softcap = 1.0 if call.softcap is None else call.softcap
     masked, dropped = _masked(call), _dropped(call)
@@ -275,12 +272,12 @@ def _after_hopper(
         if len(_PLANS) >= MOST:
             _PLANS.clear()
         plan = _PLANS[form] = _plan(call, measure, wide)
-    q, k = _matrix(call.q, call), _matrix(call.k, call)
+    q, k = matrix_of(call.q, call), matrix_of(call.k, call)
     options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
     if opening:
         arguments = (q, k, *_bounds(call), call.scale, plan.sizes, fields, plan.kind)
         launch(opening_kernel, plan.blocks, arguments, form=form, **options)
-    v, out, full = (_matrix(x, call) for x in (call.v, output, wide))
+    v, out, full = (matrix_of(x, call) for x in (call.v, output, wide))
     sinks = call.scale if call.sinks is None else call.sinks
     again = (
         q, k, v, *_bounds(call), call.scale, sinks, 1.0, _masked(call), _dropped(call), plan.sizes, out, full, fields,
@@ -378,7 +375,7 @@ def _dots(call: Call, left: Tensor, right: Tensor, found: Tensor) -> None:
     """The products of rows of two matrices, each (batch, heads, queries, x)."""
     batch, heads, queries, depth = left.shape
     sizes = _sizes(call, triton.cdiv(queries, HOPPER_ROWS))
-    one, other = _matrix(left, call), _matrix(right, call)
+    one, other = matrix_of(left, call), matrix_of(right, call)
     launch(dots_kernel, batch * heads * sizes.blocks, (one, other, found, sizes, depth, HOPPER_ROWS, _power(depth)))
 
 
@@ -393,7 +390,7 @@ def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) ->
     tile = Tiling(64, 64, 4, 2)
     sizes = _sizes(call, triton.cdiv(queries, tile.rows))
     kind = _kind(call, tile, measure=1, values=True)
-    matrices = (_matrix(x, call) for x in (call.q, call.k, call.v, grad))
+    matrices = (matrix_of(x, call) for x in (call.q, call.k, call.v, grad))
     arguments = (*matrices, flow, *rows, *_bounds(call), call.scale, sizes, kind)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(flow_kernel, batch * heads * sizes.blocks, arguments, **options)
@@ -425,7 +422,7 @@ def _gradients(
     kind = kind._replace(extra=extra, to_mask=to_mask is not None)
     bounds = _bounds(call)
     ranges = torch.empty(batch * blocks * 4, dtype=torch.int32, device=call.q.device)
-    arriving, output = _matrix(grad, call), _matrix(saved.output if grad is not None else None, call)
+    arriving, output = matrix_of(grad, call), matrix_of(saved.output if grad is not None else None, call)
     launch(pull_kernel, batch * heads * blocks, (arriving, output, pull, ranges, *bounds, sizes, kind))
     share, pivot = saved.largest_weight, pull
     if call.sinks is not None:
@@ -446,12 +443,12 @@ def _gradients(
     constants = Constants(*(x.contiguous() for x in rows))
     softcap = 1.0 if call.softcap is None else call.softcap
     shared = (*bounds, call.scale, softcap, constants, _masked(call), _dropped(call), sizes)
-    q, k, v = (_matrix(x, call) for x in (call.q, call.k, call.v))
+    q, k, v = (matrix_of(x, call) for x in (call.q, call.k, call.v))
     for_mask = Masked(along, 0, 0, 0, 0) if to_mask is None else Masked(to_mask, *_shared(to_mask))
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-    for_queries = (q, k, v, arriving, _matrix(to_q, call), for_mask, flow, along, *shared, kind)
+    for_queries = (q, k, v, arriving, matrix_of(to_q, call), for_mask, flow, along, *shared, kind)
     launch(to_queries_kernel, batch * heads * blocks, for_queries, **options)
-    for_keys = (q, k, v, arriving, _matrix(to_k, call), _matrix(to_v, call), ranges, *shared, kind)
+    for_keys = (q, k, v, arriving, matrix_of(to_k, call), matrix_of(to_v, call), ranges, *shared, kind)
     launch(to_keys_kernel, batch * kv_heads * triton.cdiv(keys, tile.keys), for_keys, **options)
 
 
@@ -488,11 +485,11 @@ def _sizes(call: Call, blocks: int, stack: int = 1, splits: int = 1) -> Sizes:
         value_depth=0 if call.v is None else call.v.shape[3],
         blocks=blocks,
         splits=splits,
-        bound_batch=0 if call.first is None else _stride(call.first, 0),
-        scale_batch=_stride(call.scale, 0),
-        scale_head=_stride(call.scale, 1),
-        sinks_batch=0 if call.sinks is None else _stride(call.sinks, 0),
-        sinks_head=0 if call.sinks is None else _stride(call.sinks, 1),
+        bound_batch=0 if call.first is None else stride_of(call.first, 0),
+        scale_batch=stride_of(call.scale, 0),
+        scale_head=stride_of(call.scale, 1),
+        sinks_batch=0 if call.sinks is None else stride_of(call.sinks, 0),
+        sinks_head=0 if call.sinks is None else stride_of(call.sinks, 1),
         kept=1 - call.dropout_p,
         low=0 if call.band is None else call.band[0],
         high=0 if call.band is None else call.band[1],
@@ -504,15 +501,6 @@ def _bounds(call: Call) -> tuple[Tensor, Tensor]:
         return call.scale, call.scale  # not looked at
     first, stop = call.first.to(call.q.device), call.stop.to(call.q.device)
     return (first, stop) if first.stride() == stop.stride() else (first.contiguous(), stop.contiguous())
-
-
-def _matrix(x: Tensor | None, call: Call) -> Matrix:
-    """As a kernel sees it; where there is none, something that it does not look at."""
-    if x is None or not x.numel():
-        return Matrix(call.q, 0, 0, 0)
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        x = x.contiguous()
-    return Matrix(x, *x.stride()[:3])
 
 
 def _masked(call: Call) -> Masked:
@@ -529,11 +517,7 @@ def _dropped(call: Call) -> Dropped:
 
 def _shared(x: Tensor) -> tuple[int, ...]:
     """Strides, 0 along axes of size 1."""
-    return tuple(_stride(x, axis) for axis in range(x.dim()))
-
-
-def _stride(x: Tensor, axis: int) -> int:
-    return 0 if x.shape[axis] == 1 else x.stride(axis)
+    return tuple(stride_of(x, axis) for axis in range(x.dim()))
 
 
 def _power(n: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._operator import Call
 from ._ready import launch
-from ._tile import LOG2E, Matrix, load_keys
+from ._tile import LOG2E, load_keys, matrix_of, multiplied, stride_of
 
 FIELDS = frozenset(("score_mean", "score_std", "first_key_weight"))
 """What is filled in here."""
@@ -35,14 +35,6 @@ FAR_MEAN: tl.constexpr = tl.constexpr(2.0**10)
 REST: tl.constexpr = tl.constexpr(16)
 """Rows of a table below its matrices, as few as a product takes; four are written."""
 TINY: tl.constexpr = tl.constexpr(2.0**-12)
-
-
-@triton.jit
-def multiplied(left, right, total, WIDEN: tl.constexpr):
-    if WIDEN:
-        return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
-    else:
-        return tl.dot(left, right, total)
 
 
 @triton.jit
@@ -211,21 +203,21 @@ def fill(call: Call, found: dict[str, Tensor], marks: Tensor, marked_rows: int) 
     tables = torch.empty(
         (units * (chunks if causal else 1), 2 * depth + REST.value, depth), dtype=k.dtype, device=k.device
     )
-    matrix = Matrix(k, *k.stride()[:3])
+    q_matrix, k_matrix = matrix_of(q, call), matrix_of(k, call)
     widen = k.device.type == "cpu"
-    each = (matrix, grams, sums, k.shape[1], keys, chunk, chunks, 64, depth, widen)
+    each = (k_matrix, grams, sums, k.shape[1], keys, chunk, chunks, 64, depth, widen)
     launch(chunk_kernel, units * chunks, each, num_warps=4, num_stages=4)
-    rows = (matrix, grams, sums, tables, k.shape[1], keys, chunk, chunks, 2, depth, causal)
+    rows = (k_matrix, grams, sums, tables, k.shape[1], keys, chunk, chunks, 2, depth, causal)
     launch(before_kernel, units * depth, rows, num_warps=1, maxnreg=64)
     nowhere = torch.empty(q.shape[:-1], **like) if FIELDS - found.keys() else grams
     places = (found.get(name, nowhere) for name in ("score_mean", "score_std", "first_key_weight"))
     scale = call.scale
-    strides = (0 if scale.shape[axis] == 1 else scale.stride(axis) for axis in range(2))
     tile = (128, 8, 2, 128) if not causal else (64, 4, 2, 168) if depth == 128 else (64, 4, 3, None)
     block, warps, stages, registers = tile
     blocks = triton.cdiv(queries, block)
     arguments = (
-        Matrix(q, *q.stride()[:3]), matrix, tables, scale, found["logsumexp"], *places, marks,
-        heads, call.group, queries, keys, chunk, blocks, chunks, *strides, marked_rows, block, 64, depth, causal, widen,
+        q_matrix, k_matrix, tables, scale, found["logsumexp"], *places, marks,
+        heads, call.group, queries, keys, chunk, blocks, chunks, stride_of(scale, 0), stride_of(scale, 1),
+        marked_rows, block, 64, depth, causal, widen,
     )  # fmt: skip
     launch(moments_kernel, batch * heads * blocks, arguments, num_warps=warps, num_stages=stages, maxnreg=registers)

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from .._operator import Call
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -101,6 +104,20 @@ class Matrix(NamedTuple):
     row: Any
 
 
+def matrix_of(x: Tensor | None, call: Call) -> Matrix:
+    """As a kernel sees it; where there is none, something that it does not look at."""
+    if x is None or not x.numel():
+        return Matrix(call.q, 0, 0, 0)
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    return Matrix(x, *x.stride()[:3])
+
+
+def stride_of(x: Tensor, axis: int) -> int:
+    """Of an axis that may be shared."""
+    return 0 if x.shape[axis] == 1 else x.stride(axis)
+
+
 class Masked(NamedTuple):
     """A mask, with strides of 0 along the axes that it shares."""
 
@@ -120,12 +137,17 @@ class Dropped(NamedTuple):
 
 
 @triton.jit
-def product(left, right, total, kind: tl.constexpr):
+def multiplied(left, right, total, WIDEN: tl.constexpr, PRECISION: tl.constexpr = "ieee"):
     """Add a product of matrices to a sum of them."""
-    if kind.widen:
+    if WIDEN:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
     else:
-        return tl.dot(left, right, total, input_precision=kind.precision)
+        return tl.dot(left, right, total, input_precision=PRECISION)
+
+
+@triton.jit
+def product(left, right, total, kind: tl.constexpr):
+    return multiplied(left, right, total, kind.widen, kind.precision)
 
 
 @triton.jit
