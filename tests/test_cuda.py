@@ -239,8 +239,9 @@ class TestLongCalls:
             marked.append(int(marks.sum()))
 
         monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, (128, 128)))
-        monkeypatch.setattr(_moments, "LEAST_KEYS", 256)
-        monkeypatch.setattr(_moments, "MOST_CHUNKS", 3)
+        # 3 chunks of 256 keys where there are 520 and more, 4 of 128 where there are 400.
+        monkeypatch.setattr(_moments, "LEAST_KEYS", 128)
+        monkeypatch.setattr(_moments, "MOST_CHUNKS", 5)
         monkeypatch.setattr(_launch, "splits_for", lambda *given: 1)
         monkeypatch.setattr(_launch, "_moments", SimpleNamespace(**vars(_moments) | {"fill": fill}))
         if DEVICE == "cpu":
@@ -316,7 +317,7 @@ class TestLongCalls:
         "options",
         [
             {"is_causal": True, "query_offset": "bottom-right"},
-            {"is_causal": True, "window": (100, 0)},
+            {"is_causal": True, "window": (100, 0), "keys": 300},
             {"key_lengths": torch.tensor([350])},
             {"softcap": 5.0},
             {"stats": LONG_FIELDS[3:]},
@@ -325,10 +326,9 @@ class TestLongCalls:
         ids=["offset", "window", "lengths", "softcap", "not asked for", "float16"],
     )
     def test_where_they_do_not_serve(self, long, options):
-        dtype = options.get("dtype", torch.bfloat16)
-        q, k, v = three(300, 400, 64, dtype=dtype)
-        names = LONG_FIELDS[3:] if "stats" in options else LONG_FIELDS
-        self.agrees(q, k, v, names, **{name: x for name, x in options.items() if name != "dtype"})
+        options = dict(options)
+        q, k, v = three(300, options.pop("keys", 400), 64, dtype=options.pop("dtype", torch.bfloat16))
+        self.agrees(q, k, v, LONG_FIELDS[3:] if "stats" in options else LONG_FIELDS, **options)
         assert not long[0]
 
     @pytest.mark.parametrize("name", sorted(_moments.FIELDS))

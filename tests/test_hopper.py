@@ -601,8 +601,9 @@ class TestAttend:
             {"is_causal": True},
             {"key_lengths": torch.tensor([70, 0])},
             {"window": (9, 30), "sinks": torch.tensor([0.3, -1.0])},
+            {"window": (9, 30), "stats": "first_key_weight"},
         ],
-        ids=["full", "causal", "key lengths", "window, sinks"],
+        ids=["full", "causal", "key lengths", "window, sinks", "first keys that differ"],
     )
     def test_every_field(self, options):
         self.compare(three(130, 150, batch=2), options)

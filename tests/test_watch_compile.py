@@ -416,7 +416,8 @@ def test_a_graph_that_serves_many_layers():
     assert_same(monitor.vitals, eager.vitals)
 
 
-def test_windows_of_a_batch_and_several_calls_of_one_module():
+@pytest.mark.parametrize("batch", [BATCH, 9])
+def test_windows_of_a_batch_and_several_calls_of_one_module(batch):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -429,14 +430,14 @@ def test_windows_of_a_batch_and_several_calls_of_one_module():
             return functional.scaled_dot_product_attention(one, k, v).square()
 
     model = Twice()
-    x = inputs(6)
+    x = torch.randn(batch, 6, WIDTH)
     with watch(model, every=1) as eager:
         model(x).mean().backward()
     fast = torch.compile(model, backend="aot_eager")
     with watch(fast, every=1) as monitor:
         fast(x).mean().backward()
     assert list(monitor.vitals) == ["(root)", "(root)#2"]
-    assert monitor.vitals["(root)"].weights["pressure"].tolist() == [BATCH] * HEADS
+    assert monitor.vitals["(root)"].weights["pressure"].tolist() == [batch] * HEADS
     assert_same(monitor.vitals, eager.vitals)
 
 
