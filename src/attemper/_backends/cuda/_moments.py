@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._operator import Call
 from ._ready import launch
-from ._tile import LOG2E, load_keys, matrix_of, multiplied, stride_of
+from ._tile import LOG2E, load_keys, matrix_of, stride_of
 
 FIELDS = frozenset(("score_mean", "score_std", "first_key_weight"))
 """What is filled in here."""
@@ -35,6 +35,15 @@ FAR_MEAN: tl.constexpr = tl.constexpr(2.0**10)
 REST: tl.constexpr = tl.constexpr(16)
 """Rows of a table below its matrices, as few as a product takes; four are written."""
 TINY: tl.constexpr = tl.constexpr(2.0**-12)
+
+
+@triton.jit
+def multiplied(left, right, total, WIDEN: tl.constexpr):
+    """A `product` that has no precision to choose; as an argument of its own Triton 3.6 takes no string."""
+    if WIDEN:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
+    else:
+        return tl.dot(left, right, total)
 
 
 @triton.jit

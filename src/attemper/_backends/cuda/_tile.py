@@ -137,17 +137,12 @@ class Dropped(NamedTuple):
 
 
 @triton.jit
-def multiplied(left, right, total, WIDEN: tl.constexpr, PRECISION: tl.constexpr = "ieee"):
+def product(left, right, total, kind: tl.constexpr):
     """Add a product of matrices to a sum of them."""
-    if WIDEN:
+    if kind.widen:
         return tl.dot(left.to(tl.float32), right.to(tl.float32), total)
     else:
-        return tl.dot(left, right, total, input_precision=PRECISION)
-
-
-@triton.jit
-def product(left, right, total, kind: tl.constexpr):
-    return multiplied(left, right, total, kind.widen, kind.precision)
+        return tl.dot(left, right, total, input_precision=kind.precision)
 
 
 @triton.jit
