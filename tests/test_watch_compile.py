@@ -224,13 +224,14 @@ def test_nothing_waits_for_a_number_before_somebody_asks(monkeypatch):
     assert [len(sample.vitals) for sample in monitor.history] == [2, 2, 2]
 
 
+@pytest.mark.parametrize("lengths", [(5, 5, 6, 7, 8, 9, 11, 13), (128, 128, 256, 5, 384, 129, 512, 7)])
 @backends
-def test_dynamic_shapes(backend):
+def test_dynamic_shapes(backend, lengths):
     model = Model()
     fast = torch.compile(model, backend=backend, dynamic=True)
     compiled = []
     with watch(fast, every=2) as monitor:
-        for length in (5, 5, 6, 7, 8, 9, 11, 13):
+        for length in lengths:
             torch.testing.assert_close(fast(inputs(length)), model(inputs(length)), rtol=1e-5, atol=1e-6)
             compiled.append(graphs())
             if len(compiled) % 2:

@@ -53,7 +53,8 @@ class ReadCall(nn.Module):
             enable_gqa = call.q.shape[1] != call.k.shape[1]
             options = {"is_causal": is_causal, "scale": options.get("scale"), "enable_gqa": enable_gqa}
             reading = read(call.q, call.k, attn_mask=call.mask, stats=STATS, **options)
-            norm = torch.linalg.vector_norm(call.output.float(), dim=-1)
+            # In the order of the fields, not of the output: else a compiler sums up the norms in kernels of their own.
+            norm = torch.linalg.vector_norm(call.output.flatten(0, 2).float(), dim=-1).view(call.output.shape[:-1])
             odd: Any = reading.nonfinite
             table = sum_rows(replace(reading, output_norm=norm, nonfinite=odd | ~torch.isfinite(norm)))
         if flow_probe is not None:
@@ -104,18 +105,22 @@ class _Flow(torch.autograd.Function):
         dropped: bool,
     ) -> Tensor:
         own = None if dropped else call.output
-        row: Any = (reading.visible_keys, reading.max_logit, reading.largest_weight, reading.logsumexp)
+        visible: Any = reading.visible_keys
+        rows: Any = (reading.max_logit, reading.largest_weight, reading.logsumexp)
+        # Copied by one kernel: as they are, each would have to be copied by itself, for they are needed in one piece.
+        together = torch.stack([x[::step] for x in rows])
         mask = call.mask
         if mask is not None and mask.ndim >= 4 and mask.shape[0] > 1:
             mask = mask[::step]
         some = (x if x is None else x[::step] for x in (call.q, call.k, call.v, own))
-        ctx.save_for_backward(*some, mask, *(x[::step] for x in row))
+        ctx.save_for_backward(*some, mask, visible[::step], together)
         ctx.rows, ctx.step, ctx.options = call.q.shape[:3], step, options
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, output, mask, visible, max_logit, largest_weight, logsumexp = ctx.saved_tensors
+        q, k, v, output, mask, visible, together = ctx.saved_tensors
+        max_logit, largest_weight, logsumexp = together
         reading = Reading(backend="beside", max_logit=max_logit, largest_weight=largest_weight, logsumexp=logsumexp)
         arriving = grad.reshape(*ctx.rows, grad.shape[-1])[:: ctx.step]
         flow = gradient_flow_beside(q, k, v, output, arriving, reading, attn_mask=mask, **ctx.options)

@@ -5,7 +5,6 @@ The same sums as `Vitals.of`, in operations that a compiler fuses, so that a gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,33 +23,49 @@ OF_PRESSURE = 3
 """Lines in what is measured of a backward pass."""
 
 
+PART = 128
+"""Rows that are summed up first: of few heads too they make enough parts for all of a GPU, each within a warp."""
+
+
 def sum_rows(reading: Reading) -> Tensor:
     """(lines, heads): counts, of each mean the sum, of each the number of values behind it, and extremes.
 
-    Over the queries first, column by column: so a compiler makes one kernel of it that reads each number once.
+    For a GPU a compiler makes two kernels of it, over the rows and over their parts. It puts into one what reads
+    something in common: so all lines ask which keys are visible, also those that could do without.
     """
-    visible: Any = reading.visible_keys
-    counted: Any = (torch.ones_like(visible), visible == 0, visible == 1, reading.nonfinite)
-    extremes: Any = (*(getattr(reading, name) for name in GREATEST), -reading.normalized_entropy)  # type: ignore[operator]
-    greatest = [x.masked_fill(torch.isnan(x), -torch.inf).amax(-1) for x in extremes]
-    sums, numbers = zip(*(_sum_finite(getattr(reading, name), visible > 1) for name in MEANS), strict=True)
-    added = _over_batch([*(x.sum(-1) for x in counted), *sums, *numbers])
-    return torch.cat([added, torch.stack(greatest).double().amax(1)])
+    visible: Any = _in_parts(reading.visible_keys)
+
+    def field(name: str) -> Any:
+        return _in_parts(getattr(reading, name))
+
+    counted = (visible >= 0, visible == 0, visible == 1, field("nonfinite"))
+    extremes = (*(field(name) for name in GREATEST), -field("normalized_entropy"))
+    greatest = [x.masked_fill(torch.isnan(x) | (visible == 0), -torch.inf).amax(-1) for x in extremes]
+    sums, numbers = zip(*(_sum_finite(field(name), visible > 1) for name in MEANS), strict=True)
+    wide = greatest[0].dtype
+    added = [*(x.sum(-1, dtype=wide) for x in counted), *(x.to(wide) for x in sums), *(x.to(wide) for x in numbers)]
+    lines = torch.stack([*added, *greatest]).double()
+    line = torch.arange(len(lines), device=lines.device)[:, None]
+    return torch.where(line < len(added), lines.sum((1, 3)), lines.amax((1, 3)))
 
 
 def sum_flow(flow: Tensor, visible: Tensor) -> Tensor:
     """(OF_FLOW, heads): the sum of the gradient flow of rows with a choice, and how many there are."""
-    return _over_batch(_sum_finite(flow, visible > 1))
+    return torch.stack(_sum_finite(_in_parts(flow), _in_parts(visible) > 1)).double().sum((1, 3))
 
 
 def _sum_finite(x: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
     counted = torch.isfinite(x) & choice
-    return torch.where(counted, x, 0).sum(-1), counted.sum(-1)
+    wide = x.dtype if x.is_floating_point() else torch.float32
+    return torch.where(counted, x, 0).sum(-1, dtype=wide), counted.sum(-1, dtype=wide)
 
 
-def _over_batch(columns: Sequence[Tensor]) -> Tensor:
-    """Each (batch, heads), to (columns, heads)."""
-    return torch.stack([x.double() for x in columns]).sum(1)
+def _in_parts(x: Any, axis: int = -1) -> Any:
+    """With the axis of rows in two, the parts and what is in them; one part, where they do not come out even."""
+    rows = x.shape[axis]
+    # A number that the compiler does not know is none here, and is not to become one.
+    parts = rows // PART if isinstance(rows, int) and rows % PART == 0 else 1
+    return x.unflatten(axis, (parts, -1))
 
 
 def sum_pressure(q: Tensor, grad: Tensor, entries: int) -> Tensor:
@@ -59,10 +74,12 @@ def sum_pressure(q: Tensor, grad: Tensor, entries: int) -> Tensor:
     `entries` of the batch make up a sequence.
     """
     # ⟨q, ∂L/∂q⟩ is the gradient to the log of the scale: q and the scale enter only as their product.
-    each = (q.float() * grad.float()).sum((-2, -1)).double()
-    each = each.unflatten(0, (-1, entries)).sum(1)
+    parts = _in_parts(q.float() * grad.float(), -2).sum((-2, -1)).double()
+    head, line = (torch.arange(n, device=q.device) for n in (q.shape[1], q.shape[1] + 1))
+    own = (line[:, None] == head) | (line[:, None] == q.shape[1])
+    each = torch.where(own[:, None, :, None], parts.unflatten(0, (-1, 1, entries)), 0).sum((2, 3, 4))
     # Times their number, as the loss is a mean over them.
-    each = torch.cat([each, each.sum(1, keepdim=True)], 1) * each.shape[0]
+    each = each * each.shape[0]
     counted = torch.isfinite(each)
     number = counted.sum(0).double()
     mean = torch.where(counted, each, 0).sum(0) / number

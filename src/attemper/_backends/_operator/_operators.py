@@ -172,13 +172,14 @@ def flow(*arguments: Any) -> Tensor:
         if output is None:
             output, found = module.forward(call, frozenset(("wide_output",)), apart=True)
             output = found.get("wide_output", output)
-        waiting = torch.zeros(1 + 2 * logsumexp.numel(), dtype=call.wide, device=call.q.device)
         nothing = torch.empty(0, dtype=call.wide, device=call.q.device)
-        saved = Saved(output, max_logit, largest_weight, logsumexp, nothing, nothing, waiting)
+        saved = Saved(output, max_logit, largest_weight, logsumexp, nothing, nothing, nothing)
         alone = getattr(module, "flow", None)
         measured = None if alone is None else alone(call, saved, grad)
         if measured is not None:
             return cast(Tensor, measured)
+        waiting = nothing.new_zeros(1 + 2 * logsumexp.numel())
+        saved = saved._replace(gradients=waiting)
         module.backward(call, saved, Upstream(grad, None, None, None, None), bias_too=False, flow_too=True)
         return waiting[1:].reshape(2, *logsumexp.shape)[0].clone()
 
