@@ -1655,7 +1655,7 @@ class Kernel:
             if instruction.opname != "LOAD_GLOBAL" or instruction.argval not in self.fn.__globals__:
                 continue
             x = self.fn.__globals__[instruction.argval]
-            allowed = isinstance(x, Kernel | Names | _Int | _Float | ModuleType | _gl.dtype)
+            allowed = isinstance(x, Kernel | Names | _Int | _Float | ModuleType | _gl.dtype | DistributedLayout)
             if not allowed and id(x) not in _CALLABLE_IN_KERNELS:
                 raise GluonError(f"{self.__name__} uses {instruction.argval}, which is no constexpr of its module")
 

@@ -216,6 +216,8 @@ class TestOrdinaryNumbers:
         assert marked == [0]
 
 
+ALL_KINDS = ((64, False), (64, True), (128, False), (128, True))
+"""By head_dim, and whether it is causal."""
 LONG_FIELDS = (
     "score_mean", "score_std", "first_key_weight", "entropy", "max_logit", "max_qk", "logsumexp", "collision",
     "nonfinite",
@@ -238,7 +240,7 @@ class TestLongCalls:
             filled.append(sorted(_moments.FIELDS & found.keys()))
             marked.append(int(marks.sum()))
 
-        monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, (128, 128)))
+        monkeypatch.setattr(_moments, "PORTABLE_SUMMED_KEYS", dict.fromkeys(ALL_KINDS, (128, 128)))
         # 3 chunks of 256 keys where there are 520 and more, 4 of 128 where there are 400.
         monkeypatch.setattr(_moments, "LEAST_KEYS", 128)
         monkeypatch.setattr(_moments, "MOST_CHUNKS", 5)
@@ -338,7 +340,7 @@ class TestLongCalls:
         assert long[0] == [[name]]
 
     def test_without_values_more_keys_have_to_be_there(self, long, monkeypatch):
-        monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, (128, 301)))
+        monkeypatch.setattr(_launch._moments, "PORTABLE_SUMMED_KEYS", dict.fromkeys(ALL_KINDS, (128, 301)))
         q, k, v = three(300, 300, 64, dtype=torch.bfloat16)
         fields_agree(triton_read(q, k), triton_attend(q, k, v).reading)
         assert long[0] == [sorted(_moments.FIELDS)]
@@ -925,7 +927,7 @@ _launch.launch = _moments.launch = launch
 _launch._copy_engine = lambda device: COPIED
 _launch._shared_memory = lambda device: 227 * 1024
 _launch._gluon = lambda name: None
-_moments.SUMMED_KEYS = dict.fromkeys(_moments.SUMMED_KEYS, (128, 128))
+_moments.PORTABLE_SUMMED_KEYS = dict.fromkeys(((64, False), (64, True), (128, False), (128, True)), (128, 128))
 for COPIED, dtype in ((False, "float32"), (False, "bfloat16"), (True, "bfloat16")):
     head_dim = 128 if COPIED else 64
     q = torch.zeros(1, 2, 300, head_dim, dtype=getattr(torch, dtype), requires_grad=True)

@@ -100,7 +100,8 @@ def gradients(q, k, v, grad, **options):
 @pytest.mark.parametrize("causal", [False, True])
 def test_moments_from_sums_over_keys(head_dim, causal, hopper, monkeypatch):
     """Of so many heads that all of the GPU is at it: sums of products once were read while they were overwritten."""
-    monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, (128, 128)))
+    kinds = dict.fromkeys(((64, causal), (128, causal)), (128, 128))
+    monkeypatch.setattr(_moments, "SUMMED_KEYS" if hopper else "PORTABLE_SUMMED_KEYS", kinds)
     if not hopper:
         monkeypatch.setattr(_launch, "_gluon", lambda _name: None)
     q, k, v = (draw(1, 32, 8000, head_dim) for _ in range(3))

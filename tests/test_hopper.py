@@ -473,15 +473,25 @@ class TestMarks:
         assert found.flags.tolist() == [[[marked] * 2]]
 
     @pytest.mark.parametrize(("shift", "marked"), [(0.0, 0), (30.0, 1)])
-    def test_scores_far_from_0(self, hopper, shift, marked):
-        """Sums of many scores about 0 lose the digits of their spread."""
-        q, k, v = three(70, 700, heads=1)
-        q[..., 0], k[..., 0] = 4, shift
+    def test_scores_far_from_their_reference(self, hopper, shift, marked):
+        """Sums about the largest score of the first tile lose the digits of a spread that is small beside it."""
+        q, k, v = three(70, 1500, heads=1)
+        q[..., 0], k[..., 0] = 4, 0
+        # In the half of a tile that is looked at first.
+        k[..., 1410, 0] = shift
         q[..., 1:] *= 0.1
         call = call_for((q, k, v))
         found = Found(hopper, call)
         assert found.flags.tolist() == [[[marked] * 2]]
         assert not Found(hopper, call, LEVELS[2]).agree(call).flags.any()
+
+    def test_scores_far_from_0(self, hopper):
+        """These do not."""
+        q, k, v = three(70, 700, heads=1)
+        q[..., 0], k[..., 0] = 4, 30
+        q[..., 1:] *= 0.1
+        call = call_for((q, k, v))
+        assert not Found(hopper, call).agree(call).flags.any()
 
 
 def test_what_it_takes(hopper):
@@ -609,18 +619,22 @@ class TestAttend:
         self.compare(three(130, 150, batch=2), options)
 
     @pytest.mark.parametrize("shift", [0.0, 100.0])
+    @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("causal", [False, True])
-    def test_moments_from_sums_over_keys(self, causal, shift, monkeypatch):
-        """Where these lose digits too."""
-        monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(_moments.SUMMED_KEYS, (128, 128)))
-        filled = []
+    def test_moments_from_sums_over_keys(self, causal, head_dim, shift, monkeypatch):
+        """Of several chunks; where these sums lose digits, they are not taken."""
+        monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(((64, causal), (128, causal)), (128, 128)))
+        monkeypatch.setattr(_moments, "LEAST_KEYS", 256)
+        launched = []
         launch = _moments.launch
         monkeypatch.setattr(
-            _moments, "launch", lambda *given, **more: filled.append(given[0]) or launch(*given, **more)
+            _moments, "launch", lambda *given, **more: launched.append(given[0]) or launch(*given, **more)
         )
-        q, k, v = three(300, 300)
+        q, k, v = three(700, 700, head_dim)
         self.compare((q, k + shift, v), {"is_causal": causal, "scale": 0.1})
-        assert filled.count(_moments.moments_kernel) == 2
+        # Once for a call with values and once for one without; the first of which needs no kernel more if all see all.
+        assert launched.count(_moments.before_kernel) == 2
+        assert launched.count(_moments.moments_kernel) == (2 if causal else 1)
 
     @pytest.mark.parametrize("causal", [False, True])
     def test_a_leap_is_computed_again(self, causal):

@@ -25,10 +25,12 @@ from ._tile import (
     load_tile,
     mask_of_tile,
     mask_rows,
+    of_rows,
     open_rows,
     place_of_rows,
     product,
     range_of_block,
+    rows_of_head,
     survivors,
     tanh,
     write_rows,
@@ -58,8 +60,18 @@ class State(NamedTuple):
     weighted: Any
     awry: Any
     """Of each output, with care: 1 if ∞ reached it, 2 if −∞ did, 4 if NaN did."""
+
+
+class Sums(NamedTuple):
+    """Over the keys so far, about a reference that stays; of each row some, which are added up at the end."""
+
+    total: Any
+    tilt: Any
+    squares: Any
     moved: Any
-    """What scores add up to about a mean that stays."""
+    """Of the distances of scores from the reference, and of their squares."""
+    spread: Any
+    highest: Any
 
 
 class Fields(NamedTuple):
@@ -109,7 +121,6 @@ def fresh(BM: tl.constexpr, DV: tl.constexpr):
         lowest,
         tl.zeros([BM, DV], tl.float32),
         tl.zeros([BM, DV], tl.int32),
-        zero,
     )
 
 
@@ -124,7 +135,8 @@ def visit(
     D: tl.constexpr = kind.depth
     DV: tl.constexpr = kind.value_depth
     own = load_keys(k, rows.batch, k_head, start, sizes.keys, sizes.depth, BN, D)
-    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind) * known.factor[:, None]
+    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
+    scores *= of_rows(known.factor, kind.stacked)
     raw = scores
     key = start + tl.arange(0, BN)
     seen = (rows.low[:, None] <= key[None, :]) & (key[None, :] < rows.high[:, None])
@@ -201,7 +213,6 @@ def visit(
         weighted = product(power.to(values.dtype), values, weighted * keep[:, None], kind)
     return State(
         best, total, tilt, squares, count + here, mean, spread, highest, opening, opening_score, weighted, awry,
-        state.moved,
     )  # fmt: skip
 
 
@@ -226,24 +237,71 @@ def tile_of(
 
 
 @triton.jit
-def look(start, top, total, q, k, k_copy, k_head, rows, factor, sizes, kind: tl.constexpr):
-    """The largest score and the sum of scores of each row, with those of one tile more."""
+def look(start, top, total, opening, q, k, k_copy, k_head, rows, factor, sizes, kind: tl.constexpr):
+    """The largest score and the sum of scores of each row, with those of one tile more, and that of the first key."""
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     own = tile_of(k, k_copy, start, rows, k_head, sizes.keys, sizes.depth, BN, kind.depth, kind.copied, True)
-    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind) * factor[:, None]
+    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind) * of_rows(factor, kind.stacked)
     seen = seen_of_tile(start, rows, BN)
     top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), 1))
     if kind.measure >= MOMENTS and not kind.summed:
         total += tl.sum(tl.where(seen, scores, 0.0), 1)
-    return top, total
+        if kind.opens:
+            opening += tl.sum(tl.where((start + tl.arange(0, BN) == 0)[None, :], scores, 0.0), 1)
+    return top, total, opening
+
+
+HIDDEN: tl.constexpr = tl.constexpr(-1e30)
+
+
+@triton.jit
+def added(x):
+    """Four sums of each row of a tile: those of what one thread has of it, so that none waits for another."""
+    return tl.sum(tl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 1), 2)
+
+
+@triton.jit
+def largest(x):
+    """Likewise."""
+    return tl.max(tl.max(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 1), 2)
+
+
+@triton.jit
+def weigh(apart, sums, dtype: tl.constexpr, kind: tl.constexpr, END: tl.constexpr):
+    """The weights of a tile, and the sums with theirs.
+
+    Some columns at a time: the compiler keeps to the order, fills the time that exponentials take with sums, and needs
+    fewer registers.
+    """
+    if apart.shape[1] > kind.step:
+        left, right = apart.reshape([apart.shape[0], 2, apart.shape[1] // 2]).permute(0, 2, 1).split()
+        left, sums = weigh(left, sums, dtype, kind, END)
+        right, sums = weigh(right, sums, dtype, kind, END)
+        return tl.join(left, right).permute(0, 2, 1).reshape(apart.shape), sums
+    else:
+        power = tl.exp2(apart)
+        total = sums.total + added(power)
+        tilt, squares, moved, spread, highest = sums.tilt, sums.squares, sums.moved, sums.spread, sums.highest
+        if kind.peak:
+            highest = tl.maximum(highest, largest(apart))
+        if kind.measure >= SUMS:
+            if END:
+                apart = tl.where(apart == HIDDEN, 0.0, apart)
+            squares += added(power * power)
+            tilt += added(power * apart)
+        if kind.measure >= MOMENTS and not kind.summed:
+            moved += added(apart)
+            spread += added(apart * apart)
+        return power.to(dtype), Sums(total, tilt, squares, moved, spread, highest)
 
 
 @triton.jit
 def add_tile(
-    state, start, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes, kind: tl.constexpr, END: tl.constexpr,
+    sums, weighted, reference, start, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes, kind: tl.constexpr,
+    END: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys of one tile to sums about a maximum and a mean that stay: rows see all of it, or it is an END.
+    """Add the keys of one tile: rows see all of it, or it is an END.
 
     A sum that overflows marks the block. Nothing is ever rescaled, also because accumulators that are touched between
     products make the compiler wait for each product.
@@ -252,35 +310,16 @@ def add_tile(
     BN: tl.constexpr = kind.keys
     own = tile_of(k, k_copy, start, rows, k_head, sizes.keys, sizes.depth, BN, kind.depth, kind.copied, END)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
-    seen = seen_of_tile(start, rows, BN)
-    apart = scores * factor[:, None] - state.maximum[:, None]
+    apart = scores * of_rows(factor, kind.stacked) - reference[:, None]
     if END:
-        apart = tl.where(seen, apart, float("-inf"))
-    power = tl.exp2(apart)
-    highest, tilt, squares, spread, moved = state.highest, state.tilt, state.squares, state.spread, state.moved
-    if kind.peak and not END:
-        # All ends were looked at before.
-        highest = tl.maximum(highest, tl.max(scores, 1) * factor)
-    if kind.measure >= SUMS:
-        tilt += tl.sum(tl.where(power == 0, 0.0, power * apart) if END else power * apart, 1)
-        squares += tl.sum(power * power, 1)
-    if kind.measure >= MOMENTS and not kind.summed:
-        # About the mean of the ends: about 0 the sum of squares would cancel when the mean is large.
-        off = scores * factor[:, None] - state.mean[:, None]
-        if END:
-            off = tl.where(seen, off, 0.0)
-        moved += tl.sum(off, 1)
-        spread += tl.sum(off * off, 1)
-    weighted = state.weighted
+        apart = tl.where(seen_of_tile(start, rows, BN), apart, HIDDEN)
+    power, sums = weigh(apart, sums, own.dtype, kind, END)
     if kind.valued:
         values = tile_of(
             v, v_copy, start, rows, k_head, sizes.keys, sizes.value_depth, BN, kind.value_depth, kind.copied, END
         )
-        weighted = product(power.to(values.dtype), values, weighted, kind)
-    return State(
-        state.maximum, state.total + tl.sum(power, 1), tilt, squares, state.count, state.mean, spread, highest,
-        state.opening, state.opening_score, weighted, state.awry, moved,
-    )  # fmt: skip
+        weighted = product(power, values, weighted, kind)
+    return sums, weighted
 
 
 @triton.jit
@@ -300,35 +339,41 @@ def opened(state, own, k, k_head, rows, factor, sizes):
     here = rows.low < rows.high
     return State(
         state.maximum, state.total, state.tilt, state.squares, state.count, state.mean, state.spread, state.highest,
-        tl.where(here, rows.low, NO_KEY), tl.where(here, score, float("-inf")), state.weighted, state.awry, state.moved,
+        tl.where(here, rows.low, NO_KEY), tl.where(here, score, float("-inf")), state.weighted, state.awry,
     )  # fmt: skip
 
 
 @triton.jit
-def close(state, count, kind: tl.constexpr):
-    """The State of so many keys, of which there were sums about another maximum and another mean."""
+def close(sums, weighted, reference, opening, count, kind: tl.constexpr):
+    """The State of so many keys, of which there were sums about a reference."""
     seen = count > 0
-    maximum = tl.where(seen, tl.maximum(state.maximum, state.highest), float("-inf"))
-    shift = tl.where(seen, state.maximum - maximum, 0.0)
+    shift, total = tl.zeros_like(count), tl.sum(sums.total, 1)
+    if kind.peak:
+        shift = tl.where(seen, -tl.max(sums.highest, 1), 0.0)
     keep = tl.exp2(shift)
-    tilt, squares, weighted = state.tilt, state.squares, state.weighted
+    maximum = tl.where(seen, reference - shift, float("-inf"))
+    tilt, squares, mean, spread = shift, shift, shift, shift
     if kind.measure >= SUMS:
-        tilt = (tilt + shift * state.total) * keep
-        squares = squares * keep * keep
+        tilt = (tl.sum(sums.tilt, 1) + shift * total) * keep
+        squares = tl.sum(sums.squares, 1) * keep * keep
+    if kind.measure >= MOMENTS and not kind.summed:
+        # The reference is a score of the row, and so no further from their mean than √n of their deviations.
+        moved = tl.sum(sums.moved, 1)
+        move = moved / tl.maximum(count, 1.0)
+        mean = tl.where(seen, reference + move, 0.0)
+        spread = tl.sum(sums.spread, 1) - moved * move
+        spread = tl.where(spread < 0, 0.0, spread)
     if kind.valued:
         weighted = weighted * keep[:, None]
-    move = state.moved / tl.maximum(count, 1.0)
-    spread = state.spread - state.moved * move
-    spread = tl.where(spread < 0, 0.0, spread)
+    nowhere = tl.full(count.shape, NO_KEY, tl.int32)
     return State(
-        maximum, state.total * keep, tilt, squares, count, state.mean + move, spread, maximum, state.opening,
-        state.opening_score, weighted, state.awry, state.moved,
+        maximum, total * keep, tilt, squares, count, mean, spread, maximum, nowhere, opening, weighted, weighted,
     )  # fmt: skip
 
 
 @triton.jit
 def finish(
-    state, rows, sizes, sinks, out, wide, fields, mark, block, kind: tl.constexpr, CAREFUL: tl.constexpr
+    state, rows, sizes, sinks, out, out_copy, wide, fields, mark, block, kind: tl.constexpr, CAREFUL: tl.constexpr
 ):  # fmt: skip
     """Write the output and the fields of the Reading; mark the block if one of them is not finite."""
     DV: tl.constexpr = kind.value_depth
@@ -350,7 +395,7 @@ def finish(
     mass = tl.zeros(total.shape, tl.float32)
     if kind.sinks:
         place = rows.batch * sizes.sinks_batch + rows.head * sizes.sinks_head
-        sink = tl.load(sinks + place, mask=there, other=float("-inf"))
+        sink = tl.load(sinks + place + tl.zeros_like(rows.query), mask=there, other=float("-inf"))
         absent = sink == float("-inf")
         # As a logistic of the difference, which neither side can overflow.
         gap = (tl.where(absent, 0.0, sink) - logsumexp) * LOG2E
@@ -381,7 +426,11 @@ def finish(
         norm = unit * tl.sqrt(tl.sum(share * share, 1))
         if kind.wide:
             write_rows(wide, result, rows, sizes.value_depth, DV)
-        write_rows(out, result, rows, sizes.value_depth, DV)
+        if kind.copied:
+            own = result.to(out.data.dtype.element_ty).reshape([1, 1, kind.rows, DV])
+            out_copy.store([rows.batch, rows.head, block % sizes.blocks * kind.rows, 0], own)
+        else:
+            write_rows(out, result, rows, sizes.value_depth, DV)
         tl.store(fields.output_norm + row, norm, mask=there)
         sound = sound & (norm < float("inf"))
     if kind.measure >= MOMENTS and not kind.summed:
@@ -404,8 +453,12 @@ def finish(
 def open_block(begin, batch, head, first, stop, scale, sizes, masked, dropped, kind: tl.constexpr):
     """The rows of a block, and what their scores need."""
     BM: tl.constexpr = kind.rows
-    rows = open_rows(begin, batch, head, first, stop, sizes, BM, kind.bounded)
-    factor = tl.load(scale + batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=rows.there, other=0.0)
+    if kind.stacked:
+        rows = open_rows(begin, batch, head, first, stop, sizes, BM, kind.bounded)
+        factor = tl.load(scale + batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=rows.there, other=0.0)
+    else:
+        rows = rows_of_head(begin, batch, head, first, stop, sizes, BM, kind.bounded)
+        factor = tl.load(scale + batch * sizes.scale_batch + head * sizes.scale_head)
     draw_low = tl.zeros([BM], tl.uint32)
     draw_high = tl.zeros([BM], tl.uint32)
     if kind.dropout:
@@ -430,10 +483,11 @@ def place_of_block(block, sizes):
 
 @triton.jit
 def forward_kernel(
-    q, k, v, k_copy, v_copy, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields,
-    mark, partial, kind: tl.constexpr,
+    q, k, v, q_copy, k_copy, v_copy, out_copy, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide,
+    fields, mark, partial, kind: tl.constexpr,
 ):  # fmt: skip
     """A block of rows against all keys that any of them sees, or against one split of them."""
+    BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
     program = tl.program_id(0)
@@ -446,7 +500,10 @@ def forward_kernel(
     batch, head, turn = place_of_block(block, sizes)
     k_head = head // sizes.group
     rows, known = open_block(turn * kind.rows, batch, head, first, stop, scale, sizes, masked, dropped, kind)
-    own = load_rows(q, rows, sizes.depth, D)
+    if kind.copied:
+        own = q_copy.load([batch, head, turn * kind.rows, 0]).reshape([kind.rows, D])
+    else:
+        own = load_rows(q, rows, sizes.depth, D)
     least, most, clear, clear_stop = range_of_block(rows, sizes.keys)
     if kind.split:
         share = tl.cdiv(tl.cdiv(sizes.keys, sizes.splits), BN) * BN
@@ -459,43 +516,57 @@ def forward_kernel(
                 state, start, own, k, v, k_head, rows, known, masked, dropped, softcap, sizes, kind, False
             )  # fmt: skip
     else:
-        # Whole tiles that all rows see go without a mask. The ends, before and behind them, are looked at first: if
-        # there are whole tiles, every row sees a key behind them.
+        # Whole tiles that all rows see go without a mask.
+        clear_stop = tl.minimum(clear_stop, most)
         inner = tl.minimum(tl.maximum(tl.cdiv(clear, BN) * BN, least), most)
-        end = tl.maximum((tl.minimum(clear_stop, most) - 1) // BN * BN, inner)
-        # Below 0 the largest product is the smallest score.
-        if (tl.min(known.factor, 0) < 0) | far_apart(k, v, BN):
+        end = tl.maximum(clear_stop // BN * BN, inner)
+        if far_apart(k, v, BN):
             end = inner
+        # Rows are weighed by what they see of one tile, in which each sees a key, or else of all tiles.
+        top, total, opening = state.maximum, state.total, state.total
+        if kind.shared:
+            # Without a loop: in one the compiler takes more registers, also for the loops that follow.
+            at = tl.maximum(tl.minimum(clear, most - 1), 0) // BN * BN
+            until = at + BN
+            top, total, opening = look(
+                at, top, total, opening, own, k, k_copy, k_head, rows, known.factor, sizes, kind
+            )  # fmt: skip
+        else:
+            clear = tl.maximum(clear, least)
+            at = tl.where(clear < clear_stop, clear // BN * BN, least)
+            until = tl.where(clear < clear_stop, at + BN, most)
+            for start in tl.range(at, until, BN):
+                top, total, opening = look(
+                    start, top, total, opening, own, k, k_copy, k_head, rows, known.factor, sizes, kind
+                )  # fmt: skip
+        reference = tl.where(top == float("-inf"), 0.0, top)
+        if kind.measure >= MOMENTS and not kind.summed:
+            # Nearer to their mean, where fewer digits of the moments cancel, by a whole number, so that the largest
+            # weight stays exact. Not by much: weights of float16 overflow beyond 2¹⁶.
+            mean = total / tl.maximum(visible(rows, tl.maximum(at, least), tl.minimum(until, most)), 1.0)
+            reference -= tl.minimum(tl.floor(reference - mean), 4.0)
+        zero = tl.zeros([BM, 4], tl.float32)
+        sums, weighted = Sums(zero, zero, zero, zero, zero, zero - float("inf")), state.weighted
         before = tl.cdiv(inner - least, BN)
         ends = before + tl.cdiv(tl.maximum(most - end, 0), BN)
-        top, total = state.maximum, state.total
         for i in tl.range(0, ends):
             start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
-            top, total = look(start, top, total, own, k, k_copy, k_head, rows, known.factor, sizes, kind)
-        count = visible(rows, least, most)
-        at_ends = count - visible(rows, inner, end)
-        mean = total / tl.maximum(at_ends, 1.0)
-        reference = tl.where(top == float("-inf"), 0.0, top)
-        state = State(
-            reference, state.total, state.tilt, state.squares, state.count, mean, state.spread, top, state.opening,
-            state.opening_score, state.weighted, state.awry, state.moved,
-        )  # fmt: skip
-        for i in tl.range(0, ends):
-            start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
-            state = add_tile(
-                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, True
+            sums, weighted = add_tile(
+                sums, weighted, reference, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind,
+                True,
             )  # fmt: skip
         for start in tl.range(inner, end, BN):
-            state = add_tile(
-                state, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, False
+            sums, weighted = add_tile(
+                sums, weighted, reference, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind,
+                False,
             )  # fmt: skip
-        state = close(state, count, kind)
-        if kind.measure >= MOMENTS and not kind.summed:
+        state = close(sums, weighted, reference, opening, visible(rows, least, most), kind)
+        if kind.measure >= MOMENTS and not kind.summed and not kind.opens:
             state = opened(state, own, k, k_head, rows, known.factor, sizes)
     if kind.split:
         leave(state, partial, block, split, sizes, kind)
     else:
-        finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
+        finish(state, rows, sizes, sinks, out, out_copy, wide, fields, mark, block, kind, False)
 
 
 @triton.jit
@@ -520,7 +591,7 @@ def careful_kernel(
                     state, start, own, k, v, head // sizes.group, rows, known, masked, dropped, softcap, sizes, kind,
                     True,
                 )  # fmt: skip
-            finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, True)
+            finish(state, rows, sizes, sinks, out, out, wide, fields, mark, block, kind, True)
 
 
 PARTS: tl.constexpr = tl.constexpr(10)
@@ -584,9 +655,9 @@ def merge_kernel(
             weighted = weighted * keep[:, None] + tl.load(base + place) * take[:, None]
         state = State(
             best, state.total * keep + total * take, tilt, squares, state.count + here, mean, spread, highest,
-            tl.minimum(state.opening, where), opening_score, weighted, state.awry, state.moved,
+            tl.minimum(state.opening, where), opening_score, weighted, state.awry,
         )  # fmt: skip
-    finish(state, rows, sizes, sinks, out, wide, fields, mark, block, kind, False)
+    finish(state, rows, sizes, sinks, out, out, wide, fields, mark, block, kind, False)
 
 
 @triton.jit

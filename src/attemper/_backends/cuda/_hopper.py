@@ -1,18 +1,20 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined,operator"
 """Attention for Hopper GPUs: one pass with its statistics, written in Triton's Gluon dialect.
 
-A block of threads is one warp that copies (the producer) and two or three warpgroups that compute (the consumers), 64
-query rows each. The producer takes items, blocks of query rows of one head, from a counter in memory until none is
-left, says what they are in a mailbox, and keeps rings of tiles of K and V full. A consumer starts QKᵀ of a tile and PV
-of the tile before, then takes the softmax; consumers start their products in turn, so that while one exponentiates,
-another multiplies. At the end of an item it starts QKᵀ of the next before it writes what it found.
+A block of threads is one warp that copies (the producer), two or three warpgroups that compute (the consumers), 64
+query rows each, and two warps that write down what was measured (the scribe). The producer takes items, blocks of
+query rows of one head, from a counter in memory until none is left, says what they are in a mailbox, and keeps rings
+of tiles of K and V full. A consumer starts QKᵀ of a tile and PV of the tile before, then takes the softmax; consumers
+start their products in turn, so that while one exponentiates, another multiplies. At the end of an item it starts QKᵀ
+of the next before it writes the output. Its sums it leaves to the scribe, who makes the fields of them meanwhile.
 
 The exponent has a fixed reference, per row the largest score of the first tile in which the row sees a key, and nothing
 is ever rescaled. Where that was a bad choice (a later score more than 60 powers of two above) and wherever a number is
 not finite, the 64 rows are flagged, and somebody else has to compute them again.
 
 Scores are counted in powers of two: x = s·scale·log₂e − reference, p = 2ˣ, and the statistics follow from Σp, Σp·x, Σp²
-and max p.
+and max p. The moments of the scores themselves follow from Σx and Σx², or from a table of sums over keys (see
+`_moments`), which comes as one tile more: qᵀ(Σ(k − k̄)(k − k̄)ᵀ)q begins like QKᵀ.
 """
 
 from __future__ import annotations
@@ -32,12 +34,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .._operator import COUNTS
+from ._hopper_scribe import (
+    _LARGEST,
+    _MOVED,
+    _NORM,
+    _OPENING,
+    _REFERENCE,
+    _SINKS,
+    _SINKS_PER_BATCH,
+    _SINKS_PER_HEAD,
+    _SQUARES,
+    _TILTED,
+    _TOTAL,
+    _TURNED,
+    _desk,
+    _keep,
+    _log2,
+    _scribe,
+)
 from ._hopper_supply import (
     _BAND,
     _DTYPES,
     _FIRST_PER_BATCH,
-    _HIDDEN,
     _LETTER,
+    _LETTERS,
     _M,
     _STOP_PER_BATCH,
     ROWS,
@@ -63,6 +83,7 @@ from ._ready import copyable, launch
 
 if TYPE_CHECKING:
     from .._operator import Call
+    from ._moments import Sums
 
 # Renamed in Triton 3.9.
 _copy_out = getattr(tma, "async_store" if hasattr(tma, "async_store") else "async_copy_shared_to_global")
@@ -76,26 +97,20 @@ FIELDS = (
 # Numbers that are not finite are all found from level 2 on.
 _LEVELS = dict(zip(FIELDS, (0, 1, 1, 2, 2, 2, 2, 3, 3, 1, 3, 0, 0, 2), strict=True))
 
-_LN_2 = gl.constexpr(0.6931471805599453)
 _NO_REFERENCE = gl.constexpr(2.0**120)
 """Of a row that saw no key yet. Against it every score weighs 0, and so does Σp·x, which an infinity would spoil."""
-_REFERENCE_LIMIT = gl.constexpr(2.0**70)
-_SUM_LIMIT = gl.constexpr(2.0**60)
-_FAR_MEAN = gl.constexpr(2.0**8)
-"""Squared distance of a mean from what its sums were taken about, in variances, up to which enough digits are left."""
-_SCALE_LIMIT = gl.constexpr(2.0**20)
-"""Within it, and within its inverse, _HIDDEN times the scale is a float32 and beyond _REFERENCE_LIMIT."""
-
-# More bits of `choices`: what is there, and along which axes; the rest are in `_hopper_supply`.
-_WIDE = gl.constexpr(1 << 14)
-_SINKS = gl.constexpr(1 << 15)
-_SINKS_PER_BATCH = gl.constexpr(1 << 18)
-_SINKS_PER_HEAD = gl.constexpr(1 << 19)
+_UNSEEN = gl.constexpr(2.0**75)
+"""Below what is seen by more than that are scores of hidden keys, and of rows without a reference."""
 
 
 @gluon.jit
-def _own_max(x):
-    return gl.max(gl.max(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), axis=1), axis=2)
+def _own_bits(x):
+    """Which bits are set anywhere in the columns of each of the four threads that share a row."""
+    if x.shape[1] > 4:
+        left, right = _halves(x)
+        return _own_bits(left | right)
+    else:
+        return x
 
 
 @gluon.jit
@@ -104,9 +119,9 @@ def _column(x, like):
 
 
 @gluon.jit
-def _meets(tile, first, width, N: gl.constexpr):
-    """Whether a row sees any key of a tile."""
-    return gl.minimum(first + width, (tile + 1) * N) > gl.maximum(first, tile * N)
+def _meets(start, first, width, N: gl.constexpr):
+    """Whether a row sees any of N keys."""
+    return gl.minimum(first + width, start + N) > gl.maximum(first, start)
 
 
 @gluon.jit
@@ -115,20 +130,23 @@ def _joined(left, right):
 
 
 @gluon.jit
-def _weigh_columns(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constexpr, FAR: gl.constexpr):
+def _weigh(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constexpr, ADD: gl.constexpr, MASKED: gl.constexpr):
     """Some columns at a time: the compiler keeps to the order, and fills the time that exponentials take with sums."""
     if s.shape[1] > 8:
         left, right = _halves(s)
-        left, sums = _weigh_columns(left, reference, c, sums, DTYPE, LEVEL, FAR)
-        right, sums = _weigh_columns(right, reference, c, sums, DTYPE, LEVEL, FAR)
+        left, sums = _weigh(left, reference, c, sums, DTYPE, LEVEL, ADD, MASKED)
+        right, sums = _weigh(right, reference, c, sums, DTYPE, LEVEL, ADD, MASKED)
         return _joined(left, right), sums
     else:
-        total, tilted, squares, largest, far_moved, far_spread = sums
+        total, tilted, squares, largest, moved, spread = sums
         x = s * c - gl.expand_dims(gl.convert_layout(reference, gl.SliceLayout(1, s.type.layout)), 1)
         p = gl.exp2(x)
-        if FAR:
-            far_moved = _added(s, far_moved)
-            far_spread = _added(s * s, far_spread)
+        if ADD:
+            seen = x
+            if MASKED:
+                seen = gl.where(x > -_UNSEEN, x, 0.0)
+            moved = _added(seen, moved)
+            spread = _added(seen * seen, spread)
         total = _added(p, total)
         if LEVEL >= 1:
             # The bits of numbers from 0 on are ordered like integers, of which one instruction compares three.
@@ -138,22 +156,7 @@ def _weigh_columns(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constex
         if LEVEL >= 2:
             tilted = _added(p * x, tilted)
             squares = _added(p * p, squares)
-        return p.to(DTYPE), (total, tilted, squares, largest, far_moved, far_spread)
-
-
-@gluon.jit
-def _weigh(s, reference, c, sums, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, LEVEL: gl.constexpr, FAR: gl.constexpr):
-    """The weights as the left side of PV, and the sums with theirs; if FAR, also over the scores themselves."""
-    p, sums = _weigh_columns(s, reference, c, sums, DTYPE, LEVEL, FAR)
-    return gl.convert_layout(p, LAYOUT), sums
-
-
-@gluon.jit
-def _scatter(s, reference, c, near):
-    """The sums over the scores of a tile of which a row may not see all, about the reference."""
-    moved, spread = near
-    x = gl.where(s > _HIDDEN, s * c - gl.expand_dims(reference, 1), 0.0)
-    return moved + _own_sum(x), spread + _own_sum(x * x)
+        return p.to(DTYPE), (total, tilted, squares, largest, moved, spread)
 
 
 @gluon.jit
@@ -172,7 +175,7 @@ def _begin(
     item = _read(mail, slot * _LETTER)
     tiles, place, c = _open(mail, slot * _LETTER, who, sizes[1], N, BOUNDED)
     mbarrier.arrive(mail_empty.index(slot))
-    slot, mail_phase = _advance(slot, mail_phase, 2)
+    slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
     mbarrier.wait(q_full.index(q_slot * CONSUMERS + who), q_phase)
     q = q_tiles.index(q_slot * CONSUMERS + who).reshape([_M, D])
     q_slot, q_phase = _advance(q_slot, q_phase, ITEMS)
@@ -194,12 +197,6 @@ def _begin(
 
 
 @gluon.jit
-def _log2(x):
-    """Of numbers far from 0 and infinity, to 22 bits behind the point."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _opening(s):
     """The scores of a tile's first key, as bits: each with one of the four threads that share a row."""
     first = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)) == 0
@@ -207,16 +204,59 @@ def _opening(s):
 
 
 @gluon.jit
+def _turned(x, q, mean_ptr, D: gl.constexpr, N: gl.constexpr):
+    """From the product of q and a table its product with q again, and q times the mean of the keys."""
+    A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    if N > D:
+        # The upper bits of the table, and beside them the lower.
+        upper, lower = _halves(x)
+        x = gl.convert_layout(upper + lower, A)
+    own = q.load(A).to(gl.float32)
+    mean = gl.load(mean_ptr + gl.arange(0, D, gl.SliceLayout(0, A)))
+    return _own_sum(x * own), _own_sum(own * gl.expand_dims(mean, 0))
+
+
+@gluon.jit
+def _look(s, start, bounds, reference, c):
+    """Scores of keys of which rows may not see all, and references of rows that had none."""
+    first, width = bounds
+    s = _shown(s, start, first, width)
+    new = (reference == _NO_REFERENCE) & _meets(start, first, width, s.shape[1])
+    return s, gl.where(new, gl.convert_layout(gl.max(s, axis=1), reference.type.layout) * c, reference)
+
+
+@gluon.jit
+def _first(
+    s, start, stop, bounds, reference, c, sums, P: gl.constexpr,
+    DTYPE: gl.constexpr, LEVEL: gl.constexpr, ADD: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """Weights, references and sums of an item's first tile, of which under a causal mask half is often hidden."""
+    left, right = _halves(s)
+    left, reference = _look(left, start, bounds, reference, c)
+    # Rounded after the branch: what products read must not come out of it.
+    p_left, sums = _weigh(left, reference, c, sums, gl.float32, LEVEL, ADD, True)
+    p_right = gl.zeros_like(p_left)
+    middle = start + s.shape[1] // 2
+    if not BOUNDED or stop > middle:
+        right, reference = _look(right, middle, bounds, reference, c)
+        p_right, sums = _weigh(right, reference, c, sums, gl.float32, LEVEL, ADD, True)
+    return gl.convert_layout(_joined(p_left, p_right).to(DTYPE), P), reference, sums
+
+
+@gluon.jit
 def _consumer(
     given,
     who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
+    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, TABLE: gl.constexpr,
+    WIDE: gl.constexpr,
 ):  # fmt: skip
-    common, post, turns, results = given
+    common, post, turns, desk, results = given
     _, limits, sizes, shape, choices, buffers, barriers = common
-    o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr = results
+    pile, pile_full, pile_empty = desk
+    o_desc, o_tiles, wide_ptr, sinks_ptr, mean_ptr = results
     queries, keys = sizes
     heads = shape[0]
+    ratio = shape[1]
     items = shape[5]
     q_tiles, k_tiles, v_tiles = buffers
     _q_full, q_empty, k_full, v_full, empty = barriers
@@ -226,14 +266,18 @@ def _consumer(
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     R: gl.constexpr = gl.SliceLayout(1, S)
+    # Whether scores are added up, and are not in a table.
+    ADD: gl.constexpr = LEVEL >= 3 and not TABLE
     zero = gl.zeros([_M, N], gl.float32, S)
     nothing = gl.zeros_like(_own_sum(zero))
+    L: gl.constexpr = nothing.type.layout
     slot = 0
     mail_phase = 0
     stage = 0
     phase = 0
     q_slot = 0
     q_phase = 0
+    pile_phase = 1
     turn_phase = 1 if who == 0 else 0
     s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = _begin(
         slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
@@ -241,39 +285,30 @@ def _consumer(
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
     while item < items:
-        lowest, _highest, low, high, free_low, free_high = tiles
+        lowest, _highest, low, high, free_low, free_high, stop, blank = tiles
         batch, head, row = place
-        pair = batch * heads + head
         rows = row + gl.arange(0, _M, R)
         if BOUNDED:
-            first, stop = _bounds(limits, batch, rows, sizes, choices)
-            width = stop - first
-            sees = width > 0
+            first, last = _bounds(limits, batch, rows, sizes, choices)
+            width = last - first
         else:
             first = gl.zeros([_M], gl.int32, R)
             width = first + keys
-            sees = rows < queries
 
         of_item = (q_slot + ITEMS - 1) % ITEMS * CONSUMERS + who
         q = q_tiles.index(of_item).reshape([_M, D])
         o = gl.zeros([_M, D], gl.float32, A)
+        # The last two are over the scores themselves, not weighed.
         sums = (nothing, nothing, nothing, nothing.to(gl.int32), nothing, nothing)
-        # Sums over the scores themselves, not weighed: of tiles looked at row by row about the reference, so that a row
-        # of one key has a variance of 0, and of those of which all rows see all, cheaper, of q·k about 0.
-        near = (nothing, nothing)
-        tile = high - 1
+        opening = nothing.to(gl.int32)
+        reference = gl.full([_M], _NO_REFERENCE, gl.float32, R)
         # Of this tile of K, and of the tile of V before it.
         mbarrier.arrive(empty.index(stage))
-        opening = nothing.to(gl.int32)
         if LEVEL >= 3:
             opening = _opening(s)
-        s = _shown(s, tile, first, width, N)
-        reference = gl.max(s, axis=1) * c
-        if BOUNDED:
-            reference = gl.where(_meets(tile, first, width, N), reference, _NO_REFERENCE)
-        if LEVEL >= 3:
-            near = _scatter(s, reference, c, near)
-        p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL, False)
+        p, reference, sums = _first(
+            s, (high - 1) * N, stop, (first, width), reference, c, sums, P, DTYPE, LEVEL, ADD, BOUNDED
+        )
         v_stage = stage
         v_phase = phase
         stage, phase = _advance(stage, phase, STAGES)
@@ -296,125 +331,93 @@ def _consumer(
             if BOUNDED:
                 slow = (tile < free_low) | (tile >= free_high)
             if BOUNDED and slow:
-                s = _shown(s, tile, first, width, N)
-                new = (reference == _NO_REFERENCE) & _meets(tile, first, width, N)
-                reference = gl.where(new, gl.max(s, axis=1) * c, reference)
-                if LEVEL >= 3:
-                    near = _scatter(s, reference, c, near)
-                    # Here and there, and not once for both: what fills the time of exponentials must not lie beyond a
-                    # branch.
-                    p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL, False)
-            elif LEVEL >= 3:
-                p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL, True)
-            if LEVEL < 3:
-                p, sums = _weigh(s, reference, c, sums, DTYPE, P, LEVEL, False)
+                s, reference = _look(s, tile * N, (first, width), reference, c)
+                if ADD:
+                    # Here and there, and not once for both: what fills the time that exponentials take must not lie
+                    # beyond a branch.
+                    weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, True, True)
+                    p = gl.convert_layout(weights, P)
+            elif ADD:
+                weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, True, False)
+                p = gl.convert_layout(weights, P)
+            if not ADD:
+                weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, False, False)
+                p = gl.convert_layout(weights, P)
             if VALUES:
                 o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(empty.index(stage))
             v_stage = stage
             v_phase = phase
             stage, phase = _advance(stage, phase, STAGES)
-        mbarrier.arrive(q_empty.index(of_item))
-        if VALUES:
+        mbarrier.wait(pile_empty.index(who), pile_phase)
+        pile_phase ^= 1
+        if TABLE:
+            # As one tile more.
+            mbarrier.wait(k_full.index(stage), phase)
+            mbarrier.wait(turns.index(who), turn_phase)
+            turn_phase ^= 1
+            table = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
+            x = warpgroup_mma(q, table, zero, use_acc=False, is_async=True)
+            if N == D:
+                mbarrier.wait(v_full.index(stage), phase)
+                x = warpgroup_mma(q, v_tiles.index(stage).reshape([N, D]).permute((1, 0)), x, is_async=True)
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
+            mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
+            x = warpgroup_mma_wait(1, deps=(x,))
+            unit = batch * (heads // ratio) + head // ratio
+            turned, middle = _turned(x, q, mean_ptr + unit * D, D, N)
+            _keep(pile, _TURNED, who, turned)
+            _keep(pile, _TURNED + 1, who, middle)
+            o = warpgroup_mma_wait(0, deps=(o,))
+            mbarrier.arrive(empty.index(stage))
+            stage, phase = _advance(stage, phase, STAGES)
+        elif VALUES:
             mbarrier.wait(v_full.index(v_stage), v_phase)
             o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=(o,))
+        mbarrier.arrive(q_empty.index(of_item))
         if BOUNDED:
             stage, phase, turn_phase = _pass(
                 low - lowest, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True
             )
-        good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
         of_next = _begin(
             slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
             who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
         )  # fmt: skip
-        next_s, item, tiles, place, next_c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = of_next
+        next_s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = of_next
 
-        # What is not a number fails every comparison. A row that sees nothing has nothing to fail.
-        total, tilted, squares, largest, far_moved, far_spread = sums
-        total = gl.convert_layout(gl.sum(total, axis=1), R)
-        good = good & (total < _SUM_LIMIT) & (total > 1 / _SUM_LIMIT) & (gl.abs(reference) < _REFERENCE_LIMIT)
-        inverse = 1.0 / total
-        log_total = _log2(total)
-        logsumexp = reference + log_total
-        there = rows < queries
-        at = pair.to(gl.int64) * queries + rows
-        (
-            lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
-            qk_ptr, opening_ptr, sink_ptr,
-        ) = field_ptrs  # fmt: skip
-        visible_ptr, nonfinite_ptr = count_ptrs
-        infinity = float("inf")
-        lse = gl.where(sees, logsumexp * _LN_2, -infinity)
-        gl.store(lse_ptr + at, lse, mask=there & ((choices & 1) > 0))
-        gl.store(visible_ptr + at, width.to(gl.int64), mask=there & ((choices & 4096) > 0))
-        # Rows that are not sound are computed again, and counted then.
-        gl.store(nonfinite_ptr + at, gl.zeros([_M], gl.int64, R), mask=there & ((choices & 8192) > 0))
-        share = inverse
-        mass = gl.zeros([_M], gl.float32, R)
-        if (choices & _SINKS) > 0:
-            sink = _of_head(sinks_ptr, batch, head, heads, choices, _SINKS_PER_BATCH, _SINKS_PER_HEAD)
-            gap = sink - gl.where(sees, logsumexp, -infinity)
-            # Two logistics of the difference, which neither side can overflow.
-            share *= 1.0 / (1.0 + gl.exp2(gap))
-            mass = gl.where(gap > -infinity, 1.0 / (1.0 + gl.exp2(-gap)), 0.0)
-        gl.store(sink_ptr + at, mass, mask=there & ((choices & 2048) > 0))
+        total, tilted, squares, largest, moved, spread = sums
+        of_rows = gl.expand_dims(gl.convert_layout(reference, gl.SliceLayout(1, L)), 1)
+        _keep(pile, _TOTAL, who, total)
+        _keep(pile, _REFERENCE, who, nothing + of_rows)
         if LEVEL >= 1:
-            weight = gl.convert_layout(gl.max(largest, axis=1).to(gl.float32, bitcast=True), R)
-            highest_score = gl.where(sees, (reference + _log2(weight)) * _LN_2, -infinity)
-            gl.store(max_ptr + at, highest_score, mask=there & ((choices & 2) > 0))
-            gl.store(weight_ptr + at, gl.where(sees, weight * inverse, 0.0), mask=there & ((choices & 4) > 0))
-            gl.store(qk_ptr + at, highest_score, mask=there & ((choices & 512) > 0))
+            _keep(pile, _LARGEST, who, largest.to(gl.float32, bitcast=True))
         if LEVEL >= 2:
-            tilt = gl.convert_layout(gl.sum(tilted, axis=1), R) * inverse
-            # A score at −inf has weight 0 and makes this NaN. (Below this level it goes by unseen: what is measured
-            # there is right all the same.)
-            good &= gl.abs(tilt) < _REFERENCE_LIMIT
-            mean = gl.where(sees, (reference + tilt) * _LN_2, 0.0)
-            gl.store(expected_ptr + at, mean, mask=there & ((choices & 8) > 0))
-            entropy = gl.where(sees, gl.maximum(log_total - tilt, 0.0) * _LN_2, 0.0)
-            gl.store(entropy_ptr + at, entropy, mask=there & ((choices & 16) > 0))
-            collision = gl.convert_layout(gl.sum(squares, axis=1), R) * inverse * inverse
-            gl.store(collision_ptr + at, gl.where(sees, collision, 0.0), mask=there & ((choices & 32) > 0))
+            _keep(pile, _TILTED, who, tilted)
+            _keep(pile, _SQUARES, who, squares)
         if LEVEL >= 3:
-            moved, spread = near
-            count = gl.maximum(width, 1).to(gl.float32)
-            far_keys = gl.maximum(gl.minimum(free_high, high - 1) - gl.maximum(free_low, low), 0).to(gl.float32) * N
-            far_count = gl.maximum(far_keys, 1.0)
-            far_share = gl.minimum(far_keys / count, 1.0)
-            far_mean = gl.convert_layout(gl.sum(far_moved, axis=1), R) * c / far_count
-            around = gl.convert_layout(gl.sum(far_spread, axis=1), R) * (c * c) / far_count
-            far_variance = around - far_mean * far_mean
-            near_count = gl.maximum(count - far_keys, 1.0)
-            shift = gl.convert_layout(gl.sum(moved, axis=1), R) / near_count
-            near_variance = gl.convert_layout(gl.sum(spread, axis=1), R) / near_count - shift * shift
-            between = reference + shift - far_mean
-            variance = near_variance + far_share * (far_variance - near_variance)
-            variance = gl.maximum(variance + between * between * (far_share * (1 - far_share)), 0.0)
-            # Where a mean is too far from what its sums were taken about, digits are lost.
-            off = gl.maximum(shift * shift * (1 - far_share), far_mean * far_mean * far_share)
-            good &= off <= variance * _FAR_MEAN + 2.0**-12
-            score_mean = gl.where(sees, (reference + shift - between * far_share) * _LN_2, 0.0)
-            gl.store(mean_ptr + at, score_mean, mask=there & ((choices & 128) > 0))
-            score_std = gl.where(sees, gl.sqrt(variance) * _LN_2, 0.0)
-            gl.store(std_ptr + at, score_std, mask=there & ((choices & 256) > 0))
-            # Of all rows the first key is the last tile's first.
-            bits = gl.convert_layout(gl.sum(opening, axis=1), R)
-            first_weight = gl.exp2(bits.to(gl.float32, bitcast=True) * c - logsumexp)
-            gl.store(opening_ptr + at, gl.where(sees, first_weight, 0.0), mask=there & ((choices & 1024) > 0))
+            _keep(pile, _OPENING, who, opening.to(gl.float32, bitcast=True))
+        if ADD:
+            _keep(pile, _MOVED, who, moved)
+            _keep(pile, _MOVED + 1, who, spread)
         if VALUES:
+            total = gl.convert_layout(gl.sum(total, axis=1), R)
+            share = 1.0 / total
+            if (choices & _SINKS) > 0:
+                sink = _of_head(sinks_ptr, batch, head, heads, choices, _SINKS_PER_BATCH, _SINKS_PER_HEAD)
+                share *= 1.0 / (1.0 + gl.exp2(sink - reference - _log2(total)))
             o = o * _column(share, o)
-            if BOUNDED:
-                o = gl.where(_column(sees, o), o, 0.0)
-            norm = gl.convert_layout(gl.sum(_own_sum(o * o), axis=1), R)
-            # float16 ends at 65504, and a norm below that says that no entry was rounded beyond.
-            good &= norm < (2.0**31 if gl.float16 == DTYPE else 2.0**120)
+            if BOUNDED and blank > 0:
+                o = gl.where(_column(width > 0, o), o, 0.0)
+            norm = _own_sum(o * o)
             if LEVEL >= 2:
                 # Squares of very small numbers are 0.
-                tiny = gl.convert_layout(gl.max(_own_max(gl.abs(o)), axis=1), R)
-                good &= (tiny > 2.0**-50) | (tiny == 0.0)
-                gl.store(norm_ptr + at, gl.sqrt(norm), mask=there & ((choices & 64) > 0))
-            if (choices & _WIDE) > 0:
+                lost = gl.convert_layout(_own_bits(o.to(gl.int32, bitcast=True)) & 0x7FFFFFFF, norm.type.layout) > 0
+                norm = gl.where((norm < 2.0**-110) & lost, float("inf"), norm)
+            _keep(pile, _NORM, who, norm)
+            mbarrier.arrive(pile_full.index(who))
+            if WIDE:
                 wide_rows = row + gl.arange(0, _M, gl.SliceLayout(1, A))
                 start = wide_ptr + batch * o_desc.strides[0] + head * o_desc.strides[1]
                 places = gl.expand_dims(wide_rows.to(gl.int64) * o_desc.strides[2], 1)
@@ -424,9 +427,8 @@ def _consumer(
             o_tiles.index(who).reshape([_M, D]).store(o.to(DTYPE))
             fence_async_shared()
             _copy_out(o_desc, [batch, head, row, 0], o_tiles.index(who))
-        flag = flags + pair.to(gl.int64) * gl.cdiv(queries, _M) + row // _M
-        gl.store(flag + gl.zeros_like(rows), gl.full_like(rows, 1), mask=sees & there & (good ^ True))
-        c = next_c
+        else:
+            mbarrier.arrive(pile_full.index(who))
         s = warpgroup_mma_wait(0, deps=(next_s,))
     if VALUES:
         tma.store_wait(0)
@@ -445,14 +447,15 @@ _POINTERS = (
 # One kernel for all numbers and pointers, whatever divides them.
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _kernel(
-    q_desc, k_desc, v_desc, o_desc, scale_ptr, sinks_ptr, first_ptr, stop_ptr, wide_ptr,
+    q_desc, k_desc, v_desc, o_desc, t_desc, scale_ptr, sinks_ptr, first_ptr, stop_ptr, wide_ptr, key_mean_ptr,
     lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
     qk_ptr, opening_ptr, sink_ptr, visible_ptr, nonfinite_ptr, flags, counter,
     queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
+    REGISTERS: gl.constexpr, OTHERS: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
+    TABLE: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, ITEMS, CONSUMERS, D, N, STAGES, VALUES)
+    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, ITEMS, CONSUMERS, D, N, STAGES, VALUES, CONSUMERS + 1)
     q_tiles = buffers[0]
     o_tiles = q_tiles
     if VALUES:
@@ -460,40 +463,44 @@ def _kernel(
     turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(turns.index(i), count=1)
+    desk = _desk(CONSUMERS, VALUES, LEVEL, TABLE)
     sizes = (queries, keys)
     shape = (heads, ratio, blocks, pairs, together, items)
     limits = (first_ptr, stop_ptr, low, high)
-    field_ptrs = (
+    fields = (
         lse_ptr, max_ptr, weight_ptr, expected_ptr, entropy_ptr, collision_ptr, norm_ptr, mean_ptr, std_ptr,
         qk_ptr, opening_ptr, sink_ptr,
     )  # fmt: skip
-    count_ptrs = (visible_ptr, nonfinite_ptr)
+    counts = (visible_ptr, nonfinite_ptr)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
-    inputs = (q_desc, k_desc, v_desc, q_desc, q_tiles)
-    results = (o_desc, o_tiles, wide_ptr, field_ptrs, count_ptrs, flags, sinks_ptr)
-    given = (common, post, turns, results)
+    inputs = (q_desc, k_desc, v_desc, q_desc, q_tiles, t_desc)
+    results = (o_desc, o_tiles, wide_ptr, sinks_ptr, key_mean_ptr)
+    given = (common, post, turns, desk, results)
     supply = (common, post, inputs, counter)
+    asked = (common, post, desk, fields, counts, flags, sinks_ptr)
     # A variable would make tensors of the constants.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (supply, ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
+                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
+                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
+                (_scribe, (asked, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
+                (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
             ],
-            [4, 1],
-            [REGISTERS, 24],
+            [4, 2, 1],
+            [REGISTERS, OTHERS, OTHERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_consumer, (given, 2, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL)),
-                (_producer, (supply, ITEMS, CONSUMERS, N, STAGES, BOUNDED, VALUES, False)),
+                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
+                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
+                (_consumer, (given, 2, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
+                (_scribe, (asked, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
+                (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
             ],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, 32],
+            [4, 4, 2, 1],
+            [REGISTERS, REGISTERS, OTHERS, OTHERS],
         )
 
 
@@ -502,14 +509,14 @@ def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> 
     if not values:
         # Whose products are short beside the softmax: while one block waits, the other goes on.
         if head_dim == 128:
-            return Configuration(resident=2, items=1, consumers=2, keys=64, stages=4, registers=104)
-        return Configuration(resident=2, items=2, consumers=2, keys=64, stages=8, registers=104)
+            return Configuration(resident=2, items=1, consumers=2, keys=64, stages=3, registers=104, others=32)
+        return Configuration(resident=2, items=2, consumers=2, keys=64, stages=6, registers=104, others=32)
     if head_dim == 128:
-        return Configuration(resident=1, items=2, consumers=2, keys=128, stages=2, registers=240)
+        return Configuration(resident=1, items=1, consumers=2, keys=128, stages=2, registers=232, others=40)
     if level == 3 and bounded:
         # Three consumers have too few registers for all that.
-        return Configuration(resident=1, items=2, consumers=2, keys=128, stages=4, registers=240)
-    return Configuration(resident=1, items=2, consumers=3, keys=128, stages=4, registers=160)
+        return Configuration(resident=1, items=2, consumers=2, keys=128, stages=4, registers=232, others=40)
+    return Configuration(resident=1, items=2, consumers=3, keys=128, stages=3, registers=160, others=32)
 
 
 def takes(call: Call) -> bool:
@@ -543,20 +550,28 @@ def _rows(x: Tensor | None, default: int, call: Call) -> Tensor:
     return x.to(call.q.device).expand(x.shape[0], queries).contiguous()
 
 
-def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict[str, Tensor], flags: Tensor) -> None:
+def forward(
+    call: Call,
+    output: Tensor | None,
+    wide: Tensor | None,
+    fields: dict[str, Tensor],
+    flags: Tensor,
+    sums: Sums | None = None,
+) -> None:
     """Fill the output, the same in float32 (`wide`), the fields and one flag per 64 query rows of each (batch, head).
 
     Where a flag is 1, all else of these rows has to be computed again by other means. `fields` has names of FIELDS,
     each (batch, heads, queries). `wide` is laid out as the output. Without values there is no output. The flags come as
     zeros, with one number more at their end, by which the kernel counts. "first_key_weight" can be among the fields
-    where all rows begin at the first key.
+    where all rows begin at the first key. Where there are sums over keys, for a call with values of which all rows see
+    all keys, the moments of scores come from them.
     """
     q, k, v = call.q, call.k, call.v
     if output is not None and not (copyable(output) and (wide is None or wide.stride() == output.stride())):
         # Through memory that the copy engine writes; nobody has asked for this yet.
         staged = torch.empty_like(output, memory_format=torch.contiguous_format)
         staged_wide = None if wide is None else torch.empty_like(wide, memory_format=torch.contiguous_format)
-        forward(call, staged, staged_wide, fields, flags)
+        forward(call, staged, staged_wide, fields, flags, sums)
         output.copy_(staged)
         if wide is not None and staged_wide is not None:
             wide.copy_(staged_wide)
@@ -576,7 +591,6 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
         first, stop = _rows(call.first, 0, call), _rows(call.stop, keys, call)
     choices = scale_choices(scale) + sum(1 << bit for bit, name in enumerate(FIELDS) if name in fields)
     for there, bit in (
-        (wide is not None, _WIDE),
         (call.sinks is not None, _SINKS),
         (sinks.shape[0] > 1, _SINKS_PER_BATCH),
         (sinks.shape[1] > 1, _SINKS_PER_HEAD),
@@ -595,11 +609,13 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             k_desc,
             k_desc if v is None else described(v, choice.keys),
             q_desc if output is None else described(output, ROWS),
+            k_desc if sums is None else described(sums.tables, choice.keys),
             scale,
             sinks,
             first,
             stop,
             scale if wide is None else wide,
+            scale if sums is None else sums.means,
             *(fields.get(name, flags if name in COUNTS else scale) for name in FIELDS),
             flags,
             flags[-1:],
@@ -620,13 +636,17 @@ def forward(call: Call, output: Tensor | None, wide: Tensor | None, fields: dict
             choice.keys,
             choice.stages,
             choice.registers,
+            choice.others,
             bounded,
             v is not None,
             level,
+            sums is not None,
+            wide is not None,
         )
         # Bounds that are not there are stood in for by something of another type.
         form = (
-            q.dtype, head_dim, bounded, v is None, level, first.dtype, scale.dtype, sinks.dtype, q.device
+            q.dtype, head_dim, bounded, v is None, level, sums is None, wide is None, first.dtype, scale.dtype,
+            sinks.dtype, q.device,
         )  # fmt: skip
         programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
         launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=choice.launched)

@@ -20,6 +20,7 @@ from ._hopper_supply import (
     _BAND,
     _HIDDEN,
     _LETTER,
+    _LETTERS,
     _LOG2_E,
     _M,
     ROWS,
@@ -92,10 +93,10 @@ def _consumer(
     item = _read(mail, 0)
     while item < items:
         tiles, place, c = _open(mail, slot * _LETTER, who, keys, N, BOUNDED)
-        lowest, highest, low, high, free_low, free_high = tiles
+        lowest, highest, low, high, free_low, free_high, _stop, _blank = tiles
         batch, head, row = place
         mbarrier.arrive(mail_empty.index(slot))
-        slot, mail_phase = _advance(slot, mail_phase, 2)
+        slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
 
         rows = row + gl.arange(0, _M, R)
         there = rows < queries
@@ -133,7 +134,7 @@ def _consumer(
                 mbarrier.arrive(empty.index(stage))
                 tile = high - 1 - step
                 if (tile < free_low) | (tile >= free_high):
-                    s = _shown(s, tile, first, width, N)
+                    s = _shown(s, tile * N, first, width)
                     # What a row does not see is at the mean, and counts for nothing.
                     off = gl.where(s > _HIDDEN, off, gl.expand_dims(pull, 1))
                 sums = _push(s, off, c, reference, pull, sums)
@@ -170,14 +171,14 @@ def _kernel(
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, ITEMS, CONSUMERS, D, N, STAGES, True)
+    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, ITEMS, CONSUMERS, D, N, STAGES, True, CONSUMERS)
     g_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, _M, D], g_desc.layout)
     sizes = (queries, keys)
     shape = (heads, ratio, blocks, pairs, together, items)
     # Nothing but a band hides keys here.
     limits = (scale_ptr, scale_ptr, low, high)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
-    inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles)
+    inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles, k_desc)
     rows_in = (max_ptr, peak_ptr, pull_ptr)
     given = (common, post, rows_in, flow_ptr, g_tiles)
     supply = (common, post, inputs, counter)
@@ -185,7 +186,7 @@ def _kernel(
         [
             (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
             (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
-            (_producer, (supply, ITEMS, CONSUMERS, N, STAGES, BOUNDED, True, True)),
+            (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -41,9 +41,11 @@ _SCALE_PER_HEAD = gl.constexpr(1 << 17)
 _FIRST_PER_BATCH = gl.constexpr(1 << 20)
 _STOP_PER_BATCH = gl.constexpr(1 << 21)
 _BAND = gl.constexpr(1 << 22)
-_LETTER = gl.constexpr(23)
-"""Numbers of a letter, by which the producer tells the consumers all about an item, so that they need not look it up:
-the item, its first tile of keys and the one after its last, batch, head, row, scale, and four for each consumer."""
+_LETTER = gl.constexpr(22)
+"""Numbers of a letter, by which the producer tells the others all about an item, so that they need not look it up: the
+item, its first tile of keys and the one after its last, batch, head, row, scale, and five for each consumer."""
+_LETTERS = gl.constexpr(4)
+"""That lie in the mailbox at once: the last of one item are read while the producer is at the item after the next."""
 
 
 @gluon.jit
@@ -94,35 +96,41 @@ def _write(mail, place, number):
 
 
 @gluon.jit
-def _read(mail, place):
-    return gl.max(mail.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+def _read(mail, place, WARPS: gl.constexpr = 4):
+    return gl.max(mail.index(place).load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
 
 
 @gluon.jit
-def _open(mail, letter, who: gl.constexpr, keys, N: gl.constexpr, BOUNDED: gl.constexpr):
-    """What a letter says to a consumer: which tiles, where its rows are, and the scale.
+def _open(mail, letter, who, keys, N: gl.constexpr, BOUNDED: gl.constexpr, WARPS: gl.constexpr = 4):
+    """What a letter says of a consumer: which tiles, where its rows are, and the scale.
 
     The tiles of the item are [lowest, highest), of which this one needs [low, high) and its rows see all of [free_low,
-    free_high) entirely. There is always one: a consumer whose rows see nothing looks at one in vain.
+    free_high) entirely, and nothing from the key `stop` on; `blank` says whether a row sees nothing at all. There is
+    always one tile: a consumer whose rows see nothing looks at the last in vain.
     """
     lowest = 0
-    highest = _read(mail, letter + 2)
+    highest = _read(mail, letter + 2, WARPS)
     low = lowest
     high = highest
+    stop = keys
+    blank = 0
     free_low = 0
     free_high = keys // N
     if BOUNDED:
-        lowest = _read(mail, letter + 1)
-        low = _read(mail, letter + 7 + 4 * who)
-        high = _read(mail, letter + 8 + 4 * who)
+        lowest = _read(mail, letter + 1, WARPS)
+        low = _read(mail, letter + 7 + 5 * who, WARPS)
+        stop = _read(mail, letter + 8 + 5 * who, WARPS)
+        high = gl.cdiv(stop, N)
         nothing = high <= low
-        low = gl.where(nothing, highest - 1, low)
-        high = gl.where(nothing, highest, high)
-        free_low = _read(mail, letter + 9 + 4 * who)
-        free_high = gl.where(nothing, 0, _read(mail, letter + 10 + 4 * who))
-    place = (_read(mail, letter + 3), _read(mail, letter + 4), _read(mail, letter + 5) + who * _M)
-    c = _read(mail, letter + 6).to(gl.float32, bitcast=True)
-    return (lowest, highest, low, high, free_low, free_high), place, c
+        low = gl.where(nothing, lowest, low)
+        high = gl.where(nothing, lowest + 1, high)
+        free_low = _read(mail, letter + 9 + 5 * who, WARPS)
+        free_high = gl.where(nothing, 0, _read(mail, letter + 10 + 5 * who, WARPS))
+        blank = _read(mail, letter + 11 + 5 * who, WARPS)
+    row = _read(mail, letter + 5, WARPS) + who * _M
+    place = (_read(mail, letter + 3, WARPS), _read(mail, letter + 4, WARPS), row)
+    c = _read(mail, letter + 6, WARPS).to(gl.float32, bitcast=True)
+    return (lowest, highest, low, high, free_low, free_high, stop, blank), place, c
 
 
 @gluon.jit
@@ -163,10 +171,11 @@ def _announce(
             # A row whose keys end where the tiles that all see begin has no reference until then: one tile more is
             # looked at row by row.
             late = (least_stop % N == 0) & (last_stop > least_stop)
-            _write(mail, letter + 7 + 4 * who, low)
-            _write(mail, letter + 8 + 4 * who, high)
-            _write(mail, letter + 9 + 4 * who, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
-            _write(mail, letter + 10 + 4 * who, least_stop // N - late.to(gl.int32))
+            _write(mail, letter + 7 + 5 * who, low)
+            _write(mail, letter + 8 + 5 * who, last_stop)
+            _write(mail, letter + 9 + 5 * who, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
+            _write(mail, letter + 10 + 5 * who, least_stop // N - late.to(gl.int32))
+            _write(mail, letter + 11 + 5 * who, gl.max(gl.where(seen | (rows >= sizes[0]), 0, 1), axis=0))
             lowest = gl.minimum(lowest, low)
             highest = gl.maximum(highest, high)
         highest = gl.maximum(highest, 1)
@@ -187,7 +196,7 @@ def _send(
     STAGES: gl.constexpr, VALUES: gl.constexpr, BEHIND: gl.constexpr,
 ):  # fmt: skip
     """Copy a tile of K and one of V into the rings once their places are free; with BEHIND V's is free one later."""
-    _, k_desc, v_desc, _, _ = inputs
+    _, k_desc, v_desc, _, _, _ = inputs
     _, k_tiles, v_tiles = buffers
     _, _, k_full, v_full, empty = barriers
     mbarrier.wait(empty.index(stage), phase)
@@ -204,12 +213,36 @@ def _send(
 
 
 @gluon.jit
+def _send_table(
+    batch, kv_head, stage, phase, inputs, buffers, barriers,
+    D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy a table to where a tile of K would be, and what there is no room for to where its V would be."""
+    t_desc = inputs[5]
+    _, k_tiles, v_tiles = buffers
+    _, _, k_full, v_full, empty = barriers
+    mbarrier.wait(empty.index(stage), phase)
+    mbarrier.expect(k_full.index(stage), t_desc.block_type.nbytes)
+    _copy_in(t_desc, [batch, kv_head, 0, 0], k_full.index(stage), k_tiles.index(stage))
+    v_stage = stage
+    stage, phase = _advance(stage, phase, STAGES)
+    mbarrier.wait(empty.index(stage), phase)
+    if D == N:
+        mbarrier.expect(v_full.index(v_stage), t_desc.block_type.nbytes)
+        _copy_in(t_desc, [batch, kv_head, N, 0], v_full.index(v_stage), v_tiles.index(v_stage))
+    else:
+        # Nothing comes, but the phases of both barriers go together.
+        mbarrier.arrive(v_full.index(v_stage))
+    return stage, phase
+
+
+@gluon.jit
 def _send_queries(
     batch, head, row, slot, phase, inputs, q_tiles, q_full, q_empty,
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, GRADIENT: gl.constexpr,
 ):  # fmt: skip
     """Copy the rows of Q, each consumer's once it is done with those before; with GRADIENT another matrix beside."""
-    q_desc, _, _, g_desc, g_tiles = inputs
+    q_desc, _, _, g_desc, g_tiles, _ = inputs
     for who in gl.static_range(CONSUMERS):
         at = slot * CONSUMERS + who
         mbarrier.wait(q_empty.index(at), phase)
@@ -244,8 +277,8 @@ def _send_first(
 @gluon.jit
 def _producer(
     supply,
-    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRADIENT: gl.constexpr,
+    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRADIENT: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
     common, post, inputs, counter = supply
     _, _, _, shape, _, buffers, barriers = common
@@ -271,7 +304,7 @@ def _producer(
             ITEMS, CONSUMERS, N, STAGES, VALUES, GRADIENT,
         )  # fmt: skip
         # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
-        slot, mail_phase = _advance(slot, mail_phase, 2)
+        slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
         coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
         mbarrier.wait(mail_empty.index(slot), mail_phase)
         next_lowest, next_highest, next_batch, next_head, next_row = _announce(
@@ -292,6 +325,8 @@ def _producer(
                 VALUES,
                 BEHIND,
             )
+        if TABLE:
+            stage, phase = _send_table(batch, kv_head, stage, phase, inputs, buffers, barriers, D, N, STAGES)
         item = coming
         lowest = next_lowest
         highest = next_highest
@@ -333,14 +368,15 @@ def _added(x, sums):
 
 
 @gluon.jit
-def _shown(s, tile, first, width, N: gl.constexpr):
-    """The scores of a tile, _HIDDEN for keys that their row does not see."""
-    keys = tile * N + gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
-    distance = gl.expand_dims(keys, 0) - gl.expand_dims(first, 1)
+def _shown(s, start, first, width):
+    """The scores of keys from a start on, _HIDDEN for those that their row does not see."""
+    rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
+    keys = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    distance = gl.expand_dims(keys, 0) - gl.expand_dims(gl.convert_layout(first, rows), 1)
     # One unsigned comparison for both ends. Of a plain one LLVM makes vectors of bits, and takes them apart again.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fF1800000, p; }", "=f,f,r,r",
-        [s, distance, gl.expand_dims(width, 1)], dtype=gl.float32, is_pure=True, pack=1,
+        [s, distance, gl.expand_dims(gl.convert_layout(width, rows), 1)], dtype=gl.float32, is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -371,7 +407,7 @@ def _pass(
 def _rings(
     q_desc, k_desc, v_desc,
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    VALUES: gl.constexpr,
+    VALUES: gl.constexpr, READERS: gl.constexpr,
 ):  # fmt: skip
     """Shared memory for the tiles of Q, K and V, the barriers that say when they are full and empty, and the mail."""
     DTYPE: gl.constexpr = q_desc.dtype
@@ -388,12 +424,12 @@ def _rings(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     # One for the places of both: every arrival stops the warpgroup.
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    mail = gl.allocate_shared_memory(gl.int32, [2 * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    mail_full = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    mail_empty = gl.allocate_shared_memory(gl.int64, [2, 1], ONE)
-    for i in gl.static_range(2):
+    mail = gl.allocate_shared_memory(gl.int32, [_LETTERS * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail_full = gl.allocate_shared_memory(gl.int64, [_LETTERS, 1], ONE)
+    mail_empty = gl.allocate_shared_memory(gl.int64, [_LETTERS, 1], ONE)
+    for i in gl.static_range(_LETTERS):
         mbarrier.init(mail_full.index(i), count=1)
-        mbarrier.init(mail_empty.index(i), count=CONSUMERS)
+        mbarrier.init(mail_empty.index(i), count=READERS)
     for i in gl.static_range(ITEMS * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -417,6 +453,8 @@ class Configuration(NamedTuple):
     """Tiles of a ring."""
     registers: int
     """Of a thread of a consumer."""
+    others: int = 24
+    """Of a thread of the rest."""
 
     @property
     def launched(self) -> int | None:

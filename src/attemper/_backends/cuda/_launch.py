@@ -42,8 +42,8 @@ class Tiling(NamedTuple):
     """At most, of a thread: where two blocks on a processor gain more than some spilled numbers cost."""
 
 
-def tiling(call: Call, depth: int, rows: int, measure: int) -> Tiling:
-    """The tiles of a forward pass for a depth, the rows that share their keys, and how much is measured."""
+def tiling(call: Call, depth: int, rows: int) -> Tiling:
+    """The tiles of a forward pass for a depth, and the rows that share their keys."""
     few = rows <= 16
     if call.q.dtype == torch.float32:
         return Tiling(16 if few else 32 if depth > 64 else 64, 32 if depth <= 64 else 16, 4, 2 if depth <= 64 else 1)
@@ -60,10 +60,16 @@ def tiling(call: Call, depth: int, rows: int, measure: int) -> Tiling:
     if depth <= 64:
         # Of 65 KiB: two blocks share a processor.
         return Tiling(128, 64, 8, 3, 128 if room >= 130 * 1024 else None)
-    # Of 225, 129 or 97 KiB. With fewer registers than these take, the compiler waits for each product.
-    if room >= 227 * 1024 and measure >= 2:
-        return Tiling(128, 128, 8, 3)
-    return Tiling(128, 64, 8, 3 if room >= 130 * 1024 else 2)
+    # With fewer registers than these take, the compiler waits for each product.
+    return Tiling(128, 64, 8, 3 if room >= 140 * 1024 else 2)
+
+
+def copied_tiling(tile: Tiling, depth: int, *, moments: bool) -> Tiling:
+    """The same where the copy engine brings them: for a depth of 128, two blocks of four warps share a processor."""
+    if depth <= 64:
+        return tile
+    # With moments in the loop four warps have too few registers.
+    return Tiling(tile.rows, 128, 8, 2) if moments else Tiling(tile.rows, 64, 4, 2)
 
 
 @cache
@@ -99,7 +105,10 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
         if hopper is None or not hopper.takes(call):
             _portable(call, measure, output, wide, found)
             return output, found
-        summed = _summed(call, found)
+        summed = _summed(call, found, _moments.SUMMED_KEYS)
+        # If all see all, the kernel takes them from there itself.
+        sums = _moments.sums_of(call) if summed and call.v is not None and _moments.all_seen(call) else None
+        summed = summed and sums is None
         opening = not summed and "first_key_weight" in found and not _begins_at_first_key(call)
         later = _moments.FIELDS if summed else {"first_key_weight"} if opening else ()
         needed = {name: found[name] for name in hopper.FIELDS if name in found and name not in later}
@@ -107,21 +116,26 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
             needed.setdefault("logsumexp", empty(call, "logsumexp", rows))
         blocks = rows[0] * rows[1] * -(-rows[2] // HOPPER_ROWS)
         marks = torch.zeros(blocks + 1, dtype=torch.int32, device=q.device)
-        hopper.forward(call, output, wide, needed, marks)
+        hopper.forward(call, output, wide, needed, marks, sums)
         if summed:
             _moments.fill(call, found | needed, marks, HOPPER_ROWS)
         _after_hopper(call, measure, output, wide, _fields(call, found | needed), marks, opening=opening)
     return output, found
 
 
-def _summed(call: Call, found: dict[str, Tensor]) -> bool:
+def _summed(call: Call, found: dict[str, Tensor], least: dict[tuple[int, bool], tuple[int, int]]) -> bool:
     """Whether moments of the scores are wanted, and are to come from sums over keys."""
-    return not _moments.FIELDS.isdisjoint(found) and _moments.worthwhile(call)
+    return not _moments.FIELDS.isdisjoint(found) and _moments.worthwhile(call, least)
 
 
 def _begins_at_first_key(call: Call) -> bool:
     """Whether every row that sees a key sees the first."""
     return call.first is None if call.band is None else call.band[0] + call.q.shape[2] <= 1
+
+
+def _share_a_key(call: Call, rows: int) -> bool:
+    """Whether of so many rows in sequence all that see keys have one of them in common."""
+    return call.first is None if call.band is None else call.band[1] - call.band[0] >= rows
 
 
 @lru_cache(maxsize=64)
@@ -183,19 +197,32 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
     value_dim = 0 if call.v is None else call.v.shape[3]
     deep, value_deep = _power(depth), _power(value_dim)
     stack = call.group if queries < HOPPER_ROWS else 1
-    tile = tiling(call, max(deep, value_deep), stack * queries, measure)
+    tile = tiling(call, max(deep, value_deep), stack * queries)
     blocks = triton.cdiv(stack * queries, tile.rows)
     programs = batch * heads // stack * blocks
     splits = splits_for(programs, call.k.shape[2], tile.keys, call.q.device)
-    kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
-    copies = (call.scale, call.scale)
-    summed = splits == 1 and _summed(call, found)
+    copies: tuple[Any, ...] = (call.scale,) * 4
+    copied = splits == 1 and stack == 1 and _copies(call, output, tile)
+    summed = splits == 1 and _summed(call, found, _moments.PORTABLE_SUMMED_KEYS)
+    if copied:
+        tile = copied_tiling(tile, max(deep, value_deep), moments=measure >= 2 and not summed)
+        of_rows = [_described(call.q if x is None else x, tile.rows) for x in (call.q, output)]
+        of_keys = [_described(call.k if x is None else x, tile.keys) for x in (call.k, call.v)]
+        copies = of_rows[0], *of_keys, of_rows[1]
+    kind = _kind(call, tile, measure=measure, values=call.v is not None)
+    kind = kind._replace(wide=wide is not None, stacked=stack > 1)
     if summed:
         found = {"logsumexp": empty(call, "logsumexp", call.q.shape[:-1])} | found
     fields, peak = _fields(call, found), not PEAKS.isdisjoint(found)
-    if splits == 1 and _copies(call, tile):
-        copies = tuple(_described(x, tile.keys) for x in (call.k, call.k if call.v is None else call.v))
-    ahead = kind._replace(split=splits > 1, peak=peak, summed=summed, copied=isinstance(copies[0], TensorDescriptor))
+    ahead = kind._replace(
+        split=splits > 1,
+        peak=peak,
+        summed=summed,
+        copied=copied,
+        step=32 if tile.keys > 64 else tile.keys,
+        shared=splits == 1 and _share_a_key(call, tile.rows),
+        opens=splits == 1 and _begins_at_first_key(call),
+    )
     sizes = _sizes(call, blocks, stack, splits)
     q, k = matrix_of(call.q, call), matrix_of(call.k, call)
     v, out, full = (matrix_of(x, call) for x in (call.v, output, wide))
@@ -215,19 +242,21 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
     if summed:
         _moments.fill(call, found, marks, tile.rows)
     again = (q, k, v, *given, programs, kind, SPAN)
-    launch(careful_kernel, triton.cdiv(programs, SPAN), again, num_warps=tile.warps, num_stages=1)
+    # It holds more than one block of four warps has room for.
+    warps = 8 if tile.rows == 128 else tile.warps
+    launch(careful_kernel, triton.cdiv(programs, SPAN), again, num_warps=warps, num_stages=1)
 
 
-def _copies(call: Call, tile: Tiling) -> bool:
-    """Whether the copy engine can bring the tiles of k and v, and these are of a size for which that was faster."""
+def _copies(call: Call, output: Tensor | None, tile: Tiling) -> bool:
+    """Whether the copy engine can bring and take all tiles, and these are of a size for which that was faster."""
     plain = call.mask is None and call.softcap is None and not call.dropout_p
-    operands = [call.k] if call.v is None else [call.k, call.v]
+    operands = [x for x in (call.q, call.k, call.v, output) if x is not None]
     return (
         plain
         and tile.rows == 128
         and tile.stages > 1
         and _copy_engine(call.q.device)
-        and all(x.shape[3] == 128 and x.dtype != torch.float32 and copyable(x) for x in operands)
+        and all(x.shape[3] in (64, 128) and x.dtype != torch.float32 and copyable(x) for x in operands)
     )
 
 

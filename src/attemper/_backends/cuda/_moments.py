@@ -7,7 +7,7 @@ same chunk scores are computed.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,16 +24,15 @@ SUMMED_KEYS = {
     (64, False): (2048, 4096),
     (64, True): (4096, 16384),
     (128, False): (4096, 4096),
-    (128, True): (16384, 32768),
 }
 """From as many queries and keys on it is worth while with values and without, by head_dim and whether it is causal."""
+PORTABLE_SUMMED_KEYS = {(128, False): (2048, 4096)}
+"""The same beside the portable kernel."""
 MOST_CHUNKS = 64
 LEAST_KEYS = 512
 """Of a chunk, which one program adds up."""
 FAR_MEAN: tl.constexpr = tl.constexpr(2.0**10)
 """Squared mean, in variances, up to which enough digits are left of the sums, which are taken about 0."""
-REST: tl.constexpr = tl.constexpr(16)
-"""Rows of a table below its matrices, as few as a product takes; four are written."""
 TINY: tl.constexpr = tl.constexpr(2.0**-12)
 
 
@@ -70,12 +69,12 @@ def chunk_kernel(k, grams, sums, heads, keys, chunk, chunks, BN: tl.constexpr, D
 
 @triton.jit
 def before_kernel(
-    k, grams, sums, tables, heads, keys, chunk, chunks, BC: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr
+    grams, sums, tables, means, keys, chunk, chunks, BC: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr
 ):
     """One row of the sums over all keys before each chunk, about their mean; if not CAUSAL, of those over all keys.
 
-    About 0, a spread that is small beside the mean would cancel. A table is a matrix of 8 bits, below it one of the 8
-    bits that follow, then the mean in three rows, then the first key.
+    About 0, a spread that is small beside the mean would cancel. A table is a matrix of 8 bits, and below it one of the
+    8 bits that follow; its keys' mean is apart from it.
     """
     unit, row = tl.program_id(0) // D, tl.program_id(0) % D
     component = tl.arange(0, D)
@@ -96,24 +95,18 @@ def before_kernel(
         fine = (about - rough.to(tl.float32)).to(rough.dtype)
         wanted = (i < chunks) if CAUSAL else (i == chunks)
         slot = unit * chunks + i if CAUSAL else unit + tl.zeros_like(i)
-        table = tables + slot.to(tl.int64)[:, None] * ((2 * D + REST) * D)
-        line = table + row * D + component[None, :]
+        line = tables + slot.to(tl.int64)[:, None] * (2 * D * D) + row * D + component[None, :]
         tl.store(line, rough, mask=wanted[:, None])
         tl.store(line + D * D, fine, mask=wanted[:, None])
-        if row < 3:
-            for _ in tl.range(0, row):
-                mean -= mean.to(rough.dtype).to(tl.float32)
-            tl.store(line + 2 * D * D, mean.to(rough.dtype), mask=wanted[:, None])
-        elif row == 3:
-            first_key = load_keys(k, unit // heads, unit % heads, 0, keys, D, 1, D)
-            tl.store(line + 2 * D * D, tl.broadcast_to(first_key, [BC, D]), mask=wanted[:, None])
+        if row == 0:
+            tl.store(means + slot.to(tl.int64)[:, None] * D + component[None, :], mean, mask=wanted[:, None])
         gram += tl.sum(own, 0)
         total += tl.sum(own_total, 0)
 
 
 @triton.jit
 def moments_kernel(
-    q, k, tables, scale, logsumexp, mean_of, std_of, first_of, mark,
+    q, k, tables, means, scale, logsumexp, mean_of, std_of, first_of, mark,
     heads, group, queries, keys, chunk, blocks, chunks, scale_batch, scale_head, marked_rows,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -128,17 +121,16 @@ def moments_kernel(
         slot = slot * chunks + start // chunk
         begin = start // chunk * chunk
     component = tl.arange(0, D)
-    table = tables + slot.to(tl.int64) * ((2 * D + REST) * D) + component[None, :]
+    table = tables + slot.to(tl.int64) * (2 * D * D) + component[None, :]
     own = load_keys(q, batch, head, start, queries, D, BM, D)
     line = component[:, None] * D
     turned = multiplied(own, tl.load(table + line).T, tl.zeros([BM, D], tl.float32), WIDEN)
     turned = multiplied(own, tl.load(table + D * D + line).T, turned, WIDEN)
-    spread = tl.sum(turned * own.to(tl.float32), 1)
-    which = tl.arange(0, REST)
-    rest = tl.load(table + (2 * D + which[:, None]) * D)
-    rest = multiplied(own, rest.T, tl.zeros([BM, REST], tl.float32), WIDEN)
-    mean = tl.sum(tl.where(which[None, :] < 3, rest, 0.0), 1)
-    opening = tl.sum(tl.where(which[None, :] == 3, rest, 0.0), 1)
+    wide = own.to(tl.float32)
+    spread = tl.sum(turned * wide, 1)
+    mean = tl.sum(wide * tl.load(means + slot.to(tl.int64) * D + component)[None, :], 1)
+    first_key = load_keys(k, batch, k_head, 0, keys, D, 1, D)
+    opening = tl.sum(wide * first_key.to(tl.float32), 1)
     far, count = mean, begin * 1.0
     if CAUSAL:
         row = tl.arange(0, BM)
@@ -178,16 +170,16 @@ def moments_kernel(
     tl.store(mark + pair * tl.cdiv(queries, marked_rows) + query // marked_rows, marks, mask=there & (sound == 0))
 
 
-def worthwhile(call: Call) -> bool:
+def worthwhile(call: Call, least: dict[tuple[int, bool], tuple[int, int]]) -> bool:
     """Whether moments of scores are to follow from sums over keys: with few of either that costs more than it saves."""
     causal = _causal(call)
-    plain = call.mask is None and call.softcap is None and not call.dropout_p and (causal or _all_seen(call))
-    if not plain or (call.q.shape[3], causal) not in SUMMED_KEYS or call.q.dtype != torch.bfloat16:
+    plain = call.mask is None and call.softcap is None and not call.dropout_p and (causal or all_seen(call))
+    if not plain or (call.q.shape[3], causal) not in least or call.q.dtype != torch.bfloat16:
         return False
-    return min(call.q.shape[2], call.k.shape[2]) >= SUMMED_KEYS[call.q.shape[3], causal][call.v is None]
+    return min(call.q.shape[2], call.k.shape[2]) >= least[call.q.shape[3], causal][call.v is None]
 
 
-def _all_seen(call: Call) -> bool:
+def all_seen(call: Call) -> bool:
     return call.band is None and call.first is None and call.stop is None
 
 
@@ -197,36 +189,56 @@ def _causal(call: Call) -> bool:
     return call.band is not None and call.band[1] == 1 and call.band[0] <= 1 - queries and queries == call.k.shape[2]
 
 
-def fill(call: Call, found: dict[str, Tensor], marks: Tensor, marked_rows: int) -> None:
-    """Fill in what `found` has of FIELDS, from its logsumexp, and mark the blocks of rows where digits were lost."""
-    q, k = call.q, call.k
-    batch, heads, queries, depth = q.shape
-    units, keys = batch * k.shape[1], k.shape[2]
-    causal = not _all_seen(call)
+class Sums(NamedTuple):
+    """Sums over the keys of each (batch, head): over all, or over those before each chunk."""
+
+    tables: Tensor
+    """Σ(k − k̄)(k − k̄)ᵀ, rounded, and below it what is left: (batch, heads, 2 · head_dim, head_dim), with an axis more
+    for chunks before the last two."""
+    means: Tensor
+    """For each table k̄, float32."""
+    chunk: int
+
+
+def sums_of(call: Call) -> Sums:
+    k = call.k
+    keys, depth = k.shape[2:]
+    units = k.shape[0] * k.shape[1]
+    causal = not all_seen(call)
     # Full, there is one table, whatever the chunks.
     chunk = max(LEAST_KEYS * (1 if causal else 2), triton.cdiv(triton.cdiv(keys, MOST_CHUNKS), 128) * 128)
     chunks = triton.cdiv(keys, chunk)
-    like: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    like: dict[str, Any] = {"dtype": torch.float32, "device": k.device}
     grams = torch.empty((units * chunks, depth, depth), **like)
     sums = torch.empty((units * chunks, depth), **like)
-    tables = torch.empty(
-        (units * (chunks if causal else 1), 2 * depth + REST.value, depth), dtype=k.dtype, device=k.device
-    )
-    q_matrix, k_matrix = matrix_of(q, call), matrix_of(k, call)
-    widen = k.device.type == "cpu"
-    each = (k_matrix, grams, sums, k.shape[1], keys, chunk, chunks, 64, depth, widen)
+    shape = (*k.shape[:2], chunks) if causal else k.shape[:2]
+    tables = torch.empty((*shape, 2 * depth, depth), dtype=k.dtype, device=k.device)
+    means = torch.empty((*shape, depth), **like)
+    matrix = matrix_of(k, call)
+    each = (matrix, grams, sums, k.shape[1], keys, chunk, chunks, 64, depth, k.device.type == "cpu")
     launch(chunk_kernel, units * chunks, each, num_warps=4, num_stages=4)
-    rows = (k_matrix, grams, sums, tables, k.shape[1], keys, chunk, chunks, 2, depth, causal)
+    rows = (grams, sums, tables, means, keys, chunk, chunks, 2, depth, causal)
     launch(before_kernel, units * depth, rows, num_warps=1, maxnreg=64)
-    nowhere = torch.empty(q.shape[:-1], **like) if FIELDS - found.keys() else grams
+    return Sums(tables, means, chunk)
+
+
+def fill(call: Call, found: dict[str, Tensor], marks: Tensor, marked_rows: int) -> None:
+    """Fill in what `found` has of FIELDS, from its logsumexp, and mark the blocks of rows where digits were lost."""
+    q = call.q
+    batch, heads, queries, depth = q.shape
+    keys = call.k.shape[2]
+    causal = not all_seen(call)
+    tables, means, chunk = sums_of(call)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    nowhere = torch.empty(q.shape[:-1], **like) if FIELDS - found.keys() else means
     places = (found.get(name, nowhere) for name in ("score_mean", "score_std", "first_key_weight"))
     scale = call.scale
     tile = (128, 8, 2, 128) if not causal else (64, 4, 2, 168) if depth == 128 else (64, 4, 3, None)
     block, warps, stages, registers = tile
     blocks = triton.cdiv(queries, block)
     arguments = (
-        q_matrix, k_matrix, tables, scale, found["logsumexp"], *places, marks,
-        heads, call.group, queries, keys, chunk, blocks, chunks, stride_of(scale, 0), stride_of(scale, 1),
-        marked_rows, block, 64, depth, causal, widen,
+        matrix_of(q, call), matrix_of(call.k, call), tables, means, scale, found["logsumexp"], *places, marks,
+        heads, call.group, queries, keys, chunk, blocks, triton.cdiv(keys, chunk), stride_of(scale, 0),
+        stride_of(scale, 1), marked_rows, block, 64, depth, causal, q.device.type == "cpu",
     )  # fmt: skip
     launch(moments_kernel, batch * heads * blocks, arguments, num_warps=warps, num_stages=stages, maxnreg=registers)

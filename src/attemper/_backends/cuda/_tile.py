@@ -54,7 +54,15 @@ class Kind(NamedTuple):
     summed: bool = False
     """Whether the moments of scores, and what first keys weigh, come from another kernel."""
     copied: bool = False
-    """Whether the copy engine of a Hopper GPU brings the tiles of k and v."""
+    """Whether the copy engine of a Hopper GPU brings rows of q, k and v, and writes those of the output."""
+    stacked: bool = False
+    """Whether rows of several heads stand in a block, which may have scales of their own."""
+    shared: bool = False
+    """Whether all rows of a block that see keys have one of them in common."""
+    step: int = 64
+    """Columns of a tile that are weighed at a time."""
+    opens: bool = False
+    """Whether every row that sees a key sees the first."""
 
 
 class Sizes(NamedTuple):
@@ -152,6 +160,15 @@ def across(x, TURNED: tl.constexpr):
         return x[None, :]
     else:
         return x[:, None]
+
+
+@triton.jit
+def of_rows(factor, STACKED: tl.constexpr):
+    """A factor of scores, against a tile: one number unless rows are STACKED."""
+    if STACKED:
+        return factor[:, None]
+    else:
+        return factor
 
 
 @triton.jit
