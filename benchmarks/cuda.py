@@ -1,7 +1,8 @@
 """The CUDA backend against torch's fused attention on a GPU: forward, backward, read, memory.
 
-Everything runs in one process, in turn; a number is the median over rounds of the peer's time over ours, by events on
-the device, with the host ahead of it. Writes benchmarks/results/cuda-DEVICE.json. Minutes, most of them compilation.
+What is compared runs in one process, in turn; a number is the median over rounds of the peer's time over ours, by
+events on the device, with the host ahead of it. Writes benchmarks/results/cuda-DEVICE.json, in which problems that were
+not measured this time stay as they were, each with its date. Minutes, most of them compilation.
 """
 
 import argparse
@@ -219,13 +220,20 @@ def main():
     name = torch.cuda.get_device_name()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
     versions["cudnn"] = torch.backends.cudnn.version()
-    record = {"device": name, "date": datetime.now(UTC).date().isoformat(), "versions": versions}
-    record |= {"rounds": given.rounds, "rows": [], "special": []}
     path = given.to or RESULTS / f"cuda-{name.lower().replace(' ', '-')}.json"
+    record = {"device": name, "versions": versions, "rows": [], "special": []}
+    if path.exists():
+        before = json.loads(path.read_text())
+        if before["versions"] == versions:
+            record = before
 
-    def keep(part, *found):
+    def keep(part, *names, found):
         # At once: what was measured is not lost with what comes after it.
-        record[part] += found
+        measured = {"date": datetime.now(UTC).date().isoformat(), "rounds": given.rounds}
+        for row in found:
+            known = [i for i, x in enumerate(record[part]) if all(x[name] == row[name] for name in names)]
+            place = slice(known[0], known[0] + 1) if known else slice(len(record[part]), None)
+            record[part][place] = [row | measured]
         path.write_text(json.dumps(record, indent=1) + "\n")
 
     for dim, heads in ((128, 16), (64, 32)):
@@ -234,7 +242,7 @@ def main():
         for length in map(int, given.lengths.split(",")):
             for causal in (False, True):
                 row = measure(dim, heads, length, causal, given.rounds)
-                keep("rows", row)
+                keep("rows", "head_dim", "length", "causal", found=[row])
                 times = row["seconds"]
                 ratios = "  ".join(f"{n} {times['cudnn'] / t:.2f}" for n, t in times.items() if "backward" not in n)
                 both = "  ".join(
@@ -244,8 +252,8 @@ def main():
                 print(f"d {dim} n {length} {kind}: {ratios}  | {both}", file=sys.stderr, flush=True)
     if given.special:
         for dim, heads in ((128, 16), (64, 32)):
-            keep("special", *windows_and_groups(dim, heads, given.rounds))
-        keep("special", decoding(given.rounds))
+            keep("special", "what", "head_dim", found=windows_and_groups(dim, heads, given.rounds))
+        keep("special", "what", "head_dim", found=[decoding(given.rounds)])
         print(json.dumps(record["special"], indent=1), file=sys.stderr, flush=True)
     print(f"wrote {path}", file=sys.stderr)
 

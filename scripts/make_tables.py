@@ -273,10 +273,11 @@ def _cuda_rows(columns: dict[str, str], peer: str = "cudnn") -> str:
                 f"{row['seconds'][peer] / row['seconds'][name]:.2f}" if name in row["seconds"] else ""
                 for name in columns
             ),
+            row["date"],
         )
         for row in rows
     ]
-    return _table(("head_dim, length, keys seen", *columns.values()), cells)
+    return _table(("head_dim, length, keys seen", *columns.values(), "measured"), cells)
 
 
 def cuda_summary_table() -> str:
@@ -301,11 +302,11 @@ def cuda_summary_table() -> str:
 
 
 def cuda_machine_table() -> str:
-    record, _ = _cuda()
-    versions = record["versions"]
+    record, rows = _cuda()
+    versions, rounds = record["versions"], [row["rounds"] for row in rows]
     return (
         f"{record['device']}, torch {versions['torch']}, Triton {versions['triton']}, cuDNN {versions['cudnn']}; "
-        f"{record['date']}; medians of {record['rounds']} rounds."
+        f"medians of {min(rounds)} to {max(rounds)} rounds."
     )
 
 
@@ -351,8 +352,8 @@ def cuda_special_table() -> str:
             found = f"{rate:.1f} TB/s of keys and values, {row['of a copy']:.2f} of a copy in memory"
         else:
             found = f"{row['times as fast']:.2f}× as fast"
-        cells.append((row["what"], str(row["head_dim"]), found))
-    return _table(("what", "head_dim", "measured"), cells)
+        cells.append((row["what"], str(row["head_dim"]), found, row["date"]))
+    return _table(("what", "head_dim", "found", "measured"), cells)
 
 
 def training_step_table() -> str:
