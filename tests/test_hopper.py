@@ -636,6 +636,14 @@ class TestAttend:
         assert launched.count(_moments.before_kernel) == 2
         assert launched.count(_moments.moments_kernel) == (2 if causal else 1)
 
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_tables_of_grouped_heads(self, head_dim, monkeypatch):
+        """Each group of heads has its own, in each entry."""
+        monkeypatch.setattr(_moments, "SUMMED_KEYS", {(head_dim, False): (64, 10**9)})
+        q, k, v = three(200, 300, head_dim, heads=4, kv_heads=2, batch=2)
+        k = k * torch.tensor([[0.2, 1.0], [2.0, 0.5]], dtype=k.dtype)[..., None, None]
+        self.compare((q, k, v), {"enable_gqa": True})
+
     @pytest.mark.parametrize("causal", [False, True])
     def test_a_leap_is_computed_again(self, causal):
         q, k, v = three(200, 280)
