@@ -624,13 +624,13 @@ class TestAttend:
     def test_moments_from_sums_over_keys(self, causal, head_dim, shift, monkeypatch):
         """Of several chunks; where these sums lose digits, they are not taken."""
         monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(((64, causal), (128, causal)), (128, 128)))
-        monkeypatch.setattr(_moments, "LEAST_KEYS", 256)
+        monkeypatch.setattr(_moments, "LEAST_KEYS", 128)
         launched = []
         launch = _moments.launch
         monkeypatch.setattr(
             _moments, "launch", lambda *given, **more: launched.append(given[0]) or launch(*given, **more)
         )
-        q, k, v = three(700, 700, head_dim)
+        q, k, v = three(400, 400, head_dim)
         self.compare((q, k + shift, v), {"is_causal": causal, "scale": 0.1})
         # Once for a call with values and once for one without; the first of which needs no kernel more if all see all.
         assert launched.count(_moments.before_kernel) == 2
