@@ -253,6 +253,7 @@ def look(start, top, total, opening, q, k, k_copy, k_head, rows, factor, sizes, 
 
 
 HIDDEN: tl.constexpr = tl.constexpr(-1e30)
+"""The distance of a score that its row does not see: it weighs 0, and 0 times it is not NaN as with an infinity."""
 
 
 @triton.jit
@@ -357,7 +358,8 @@ def close(sums, weighted, reference, opening, count, kind: tl.constexpr):
         tilt = (tl.sum(sums.tilt, 1) + shift * total) * keep
         squares = tl.sum(sums.squares, 1) * keep * keep
     if kind.measure >= MOMENTS and not kind.summed:
-        # The reference is a score of the row, and so no further from their mean than √n of their deviations.
+        # The reference is a score of the row, or between one and their mean, and so no further from their mean than √n
+        # of their deviations.
         moved = tl.sum(sums.moved, 1)
         move = moved / tl.maximum(count, 1.0)
         mean = tl.where(seen, reference + move, 0.0)

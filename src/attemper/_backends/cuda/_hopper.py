@@ -83,7 +83,7 @@ from ._ready import copyable, launch
 
 if TYPE_CHECKING:
     from .._operator import Call
-    from ._moments import Sums
+    from ._moments import KeySums
 
 # Renamed in Triton 3.9.
 _copy_out = getattr(tma, "async_store" if hasattr(tma, "async_store") else "async_copy_shared_to_global")
@@ -556,7 +556,7 @@ def forward(
     wide: Tensor | None,
     fields: dict[str, Tensor],
     flags: Tensor,
-    sums: Sums | None = None,
+    sums: KeySums | None = None,
 ) -> None:
     """Fill the output, the same in float32 (`wide`), the fields and one flag per 64 query rows of each (batch, head).
 

@@ -149,15 +149,6 @@ def _scribe(
             mbarrier.wait(pile_full.index(who), phase)
             total = _part(pile, _TOTAL, who)
             reference = _part(pile, _REFERENCE, who) * 0.25
-            norm = nothing
-            weight = nothing
-            tilted = nothing
-            squares = nothing
-            opening = nothing
-            moved = nothing
-            spread = nothing
-            turned = nothing
-            middle = nothing
             if VALUES:
                 norm = _part(pile, _NORM, who)
             if LEVEL >= 1:

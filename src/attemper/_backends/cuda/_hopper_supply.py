@@ -45,7 +45,7 @@ _LETTER = gl.constexpr(22)
 """Numbers of a letter, by which the producer tells the others all about an item, so that they need not look it up: the
 item, its first tile of keys and the one after its last, batch, head, row, scale, and five for each consumer."""
 _LETTERS = gl.constexpr(4)
-"""That lie in the mailbox at once: the last of one item are read while the producer is at the item after the next."""
+"""In the mailbox at once: the scribe still reads that of an item while the producer is at the item after the next."""
 
 
 @gluon.jit

@@ -189,7 +189,7 @@ def _causal(call: Call) -> bool:
     return call.band is not None and call.band[1] == 1 and call.band[0] <= 1 - queries and queries == call.k.shape[2]
 
 
-class Sums(NamedTuple):
+class KeySums(NamedTuple):
     """Sums over the keys of each (batch, head): over all, or over those before each chunk."""
 
     tables: Tensor
@@ -200,7 +200,7 @@ class Sums(NamedTuple):
     chunk: int
 
 
-def sums_of(call: Call) -> Sums:
+def sums_of(call: Call) -> KeySums:
     k = call.k
     keys, depth = k.shape[2:]
     units = k.shape[0] * k.shape[1]
@@ -219,7 +219,7 @@ def sums_of(call: Call) -> Sums:
     launch(chunk_kernel, units * chunks, each, num_warps=4, num_stages=4)
     rows = (grams, sums, tables, means, keys, chunk, chunks, 2, depth, causal)
     launch(before_kernel, units * depth, rows, num_warps=1, maxnreg=64)
-    return Sums(tables, means, chunk)
+    return KeySums(tables, means, chunk)
 
 
 def fill(call: Call, found: dict[str, Tensor], marks: Tensor, marked_rows: int) -> None:
