@@ -5,7 +5,9 @@
     compute-sanitizer --tool racecheck --print-limit 400 python scripts/sanitize.py hopper
 
 `portable` in place of `hopper` runs the kernels that are not for Hopper alone; `hopper 3/12` the fourth of every twelve
-cases. cuDNN is off, so that what is reported is about these kernels.
+cases. cuDNN is off, so that what is reported is about these kernels. `control` runs none of them, but a kernel in which
+one warp, or two, hand numbers to four others as the producer does its letters, one at a time, with a barrier both ways:
+what racecheck reports of that is about Triton's way of starting warps and about what the tool can see.
 """
 
 import argparse
@@ -16,6 +18,9 @@ import sys
 import time
 
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attemper import attend, read
 from attemper._attend import gradient_flow_beside
@@ -130,6 +135,45 @@ def cases():
         yield decoding, depth, level
 
 
+@gluon.jit
+def tell(given, WARPS: gl.constexpr):  # noqa: N803
+    box, full, empty, _, times = given
+    for i in range(times):
+        mbarrier.wait(empty.index(0), (i & 1) ^ 1)
+        box.index(0).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])) + i)
+        mbarrier.arrive(full.index(0))
+
+
+@gluon.jit
+def listen(given):
+    box, full, empty, heard, times = given
+    for i in range(times):
+        mbarrier.wait(full.index(0), i & 1)
+        number = gl.max(box.index(0).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+        mbarrier.arrive(empty.index(0))
+        gl.store(heard + i, number)
+
+
+@gluon.jit
+def control_kernel(heard, times, WARPS: gl.constexpr):  # noqa: N803
+    box = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.init(empty.index(0), count=1)
+    given = (box, full, empty, heard, times)
+    gl.warp_specialize([(listen, (given,)), (tell, (given, WARPS))], [WARPS], [24])
+
+
+def control():
+    for warps in (1, 2):
+        heard = torch.full((8,), -1, dtype=torch.int32, device="cuda")
+        print(f"numbers from {warps} warp(s)", flush=True)
+        control_kernel[(1,)](heard, len(heard), warps, num_warps=4)
+        assert heard.tolist() == list(range(len(heard))), heard
+    return 0
+
+
 ours = {}
 """How often the kernels for Hopper were called."""
 
@@ -144,12 +188,14 @@ def counted(function):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernels", choices=("hopper", "portable"))
+    parser.add_argument("kernels", choices=("hopper", "portable", "control"))
     parser.add_argument("part", nargs="?", default="0/1", help="'warm', or which of how many parts of the cases")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA GPU here.")
     kernels, part = given.kernels, given.part
+    if kernels == "control":
+        return control()
     if part == "warm":
         count = 12
         running = [subprocess.Popen([sys.executable, __file__, kernels, f"{i}/{count}"]) for i in range(count)]

@@ -1409,6 +1409,8 @@ class Store:
 
 def _async_store(tensor_desc, coord, src, cache_policy=None):
     _fits(tensor_desc, src)
+    if any(operator.index(start) < 0 for start in coord):
+        raise GluonError(f"a copy to {[operator.index(start) for start in coord]}, an illegal instruction on a GPU")
     task = _task()
     task.stores.append(Store(tensor_desc, coord, src, task))
     _machine().pause()

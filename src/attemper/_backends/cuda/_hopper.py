@@ -74,6 +74,7 @@ from ._hopper_supply import (
     _read,
     _rings,
     _shown,
+    _there,
     described,
     processors,
     scale_choices,
@@ -230,7 +231,12 @@ def _first(
     s, start, stop, bounds, reference, c, sums, P: gl.constexpr,
     DTYPE: gl.constexpr, LEVEL: gl.constexpr, ADD: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
-    """Weights, references and sums of an item's first tile, of which under a causal mask half is often hidden."""
+    """Weights, references and sums of an item's first tile."""
+    if s.shape[1] <= s.shape[0]:
+        s, reference = _look(s, start, bounds, reference, c)
+        weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, True)
+        return gl.convert_layout(weights, P), reference, sums
+    # Under a causal mask half of it is often hidden.
     left, right = _halves(s)
     left, reference = _look(left, start, bounds, reference, c)
     # Rounded after the branch: what products read must not come out of it.
@@ -268,6 +274,8 @@ def _consumer(
     R: gl.constexpr = gl.SliceLayout(1, S)
     # Whether scores are added up, and are not in a table.
     ADD: gl.constexpr = LEVEL >= 3 and not TABLE
+    # Whether the next rows of Q come to where these are, and so no later than can be.
+    SOON: gl.constexpr = ITEMS == 1 and not TABLE
     zero = gl.zeros([_M, N], gl.float32, S)
     nothing = gl.zeros_like(_own_sum(zero))
     L: gl.constexpr = nothing.type.layout
@@ -304,6 +312,8 @@ def _consumer(
         reference = gl.full([_M], _NO_REFERENCE, gl.float32, R)
         # Of this tile of K, and of the tile of V before it.
         mbarrier.arrive(empty.index(stage))
+        if SOON and high - low == 1:
+            mbarrier.arrive(q_empty.index(of_item))
         if LEVEL >= 3:
             opening = _opening(s)
         p, reference, sums = _first(
@@ -324,6 +334,8 @@ def _consumer(
                 o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
                 mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
             s = warpgroup_mma_wait(1 if VALUES else 0, deps=(s,))
+            if SOON and step == high - low - 1:
+                mbarrier.arrive(q_empty.index(of_item))
             tile = high - 1 - step
             slow = False
             if LEVEL >= 3:
@@ -376,7 +388,8 @@ def _consumer(
             mbarrier.wait(v_full.index(v_stage), v_phase)
             o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
             o = warpgroup_mma_wait(0, deps=(o,))
-        mbarrier.arrive(q_empty.index(of_item))
+        if not SOON:
+            mbarrier.arrive(q_empty.index(of_item))
         if BOUNDED:
             stage, phase, turn_phase = _pass(
                 low - lowest, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True
@@ -422,11 +435,12 @@ def _consumer(
                 start = wide_ptr + batch * o_desc.strides[0] + head * o_desc.strides[1]
                 places = gl.expand_dims(wide_rows.to(gl.int64) * o_desc.strides[2], 1)
                 places += gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, A)), 0)
-                gl.store(start + places, o, mask=gl.expand_dims(wide_rows < queries, 1))
+                gl.store(start + places, o, mask=gl.expand_dims(_there(wide_rows, queries), 1))
             tma.store_wait(0)
             o_tiles.index(who).reshape([_M, D]).store(o.to(DTYPE))
             fence_async_shared()
-            _copy_out(o_desc, [batch, head, row, 0], o_tiles.index(who))
+            # Rows before the first, unlike those beyond the last, would be an illegal instruction.
+            _copy_out(o_desc, [batch, head, gl.where(row < 0, queries, row), 0], o_tiles.index(who))
         else:
             mbarrier.arrive(pile_full.index(who))
         s = warpgroup_mma_wait(0, deps=(next_s,))
@@ -513,9 +527,9 @@ def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> 
         return Configuration(resident=2, items=2, consumers=2, keys=64, stages=6, registers=104, others=32)
     if head_dim == 128:
         return Configuration(resident=1, items=1, consumers=2, keys=128, stages=2, registers=232, others=40)
-    if level == 3 and bounded:
-        # Three consumers have too few registers for all that.
-        return Configuration(resident=1, items=2, consumers=2, keys=128, stages=4, registers=232, others=40)
+    if bounded:
+        # Less is hidden at the end of what rows see, and moments of 64 keys fit into the registers of three consumers.
+        return Configuration(resident=1, items=2, consumers=3, keys=64, stages=6, registers=160, others=32)
     return Configuration(resident=1, items=2, consumers=3, keys=128, stages=3, registers=160, others=32)
 
 

@@ -36,6 +36,7 @@ from ._hopper_supply import (
     _read,
     _rings,
     _shown,
+    _there,
     described,
     processors,
     scale_choices,
@@ -99,7 +100,7 @@ def _consumer(
         slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
 
         rows = row + gl.arange(0, _M, R)
-        there = rows < queries
+        there = _there(rows, queries)
         at = (batch * heads + head).to(gl.int64) * queries + rows
         reference = gl.load(max_ptr + at, mask=there, other=0.0) * _LOG2_E
         reference = gl.where(gl.abs(reference) < float("inf"), reference, 0.0)

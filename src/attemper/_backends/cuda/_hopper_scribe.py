@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ._hopper_supply import _LETTER, _LETTERS, _M, _advance, _bounds, _of_head, _open, _read
+from ._hopper_supply import _LETTER, _LETTERS, _M, _advance, _bounds, _of_head, _open, _read, _there
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _REFERENCE_LIMIT = gl.constexpr(2.0**70)
@@ -135,7 +135,7 @@ def _scribe(
             _tiles, place, c = _open(mail, slot * _LETTER, who, keys, N, BOUNDED, _SCRIBES)
             batch, head, row = place
             rows = row + gl.arange(0, _M, R)
-            there = rows < queries
+            there = _there(rows, queries)
             if BOUNDED:
                 first, stop = _bounds(limits, batch, rows, sizes, choices)
                 width = stop - first

@@ -70,11 +70,16 @@ def _of_head(pointer, batch, head, heads, choices, PER_BATCH: gl.constexpr, PER_
 
 
 @gluon.jit
+def _there(rows, queries):
+    return (rows >= 0) & (rows < queries)
+
+
+@gluon.jit
 def _bounds(limits, batch, rows, sizes, choices):
     """The keys that some rows see, as int32 within the keys there are; first = stop where a row sees none."""
     first_ptr, stop_ptr, low, high = limits
     queries, keys = sizes
-    inside = rows < queries
+    inside = _there(rows, queries)
     first = rows + low
     stop = gl.where(inside, rows + high, 0)
     if (choices & _BAND) == 0:
@@ -153,7 +158,9 @@ def _announce(
     pair, block = _place(gl.minimum(item, items - 1), blocks, pairs, together, BOUNDED)
     batch = pair // heads
     head = pair % heads
-    row = block * (CONSUMERS * _M)
+    # A block that is not full is the first, which under a causal mask has least to do; consumers without rows have
+    # those before the first row.
+    row = block * (CONSUMERS * _M) - (blocks * (CONSUMERS * _M) - sizes[0]) // _M * _M
     c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
     lowest = 0
     highest = gl.cdiv(sizes[1], N)
@@ -175,7 +182,7 @@ def _announce(
             _write(mail, letter + 8 + 5 * who, last_stop)
             _write(mail, letter + 9 + 5 * who, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
             _write(mail, letter + 10 + 5 * who, least_stop // N - late.to(gl.int32))
-            _write(mail, letter + 11 + 5 * who, gl.max(gl.where(seen | (rows >= sizes[0]), 0, 1), axis=0))
+            _write(mail, letter + 11 + 5 * who, gl.max(gl.where(seen | (_there(rows, sizes[0]) ^ True), 0, 1), axis=0))
             lowest = gl.minimum(lowest, low)
             highest = gl.maximum(highest, high)
         highest = gl.maximum(highest, 1)

@@ -66,10 +66,8 @@ def tiling(call: Call, depth: int, rows: int) -> Tiling:
 
 def copied_tiling(tile: Tiling, depth: int, *, moments: bool) -> Tiling:
     """The same where the copy engine brings them: for a depth of 128, two blocks of four warps share a processor."""
-    if depth <= 64:
-        return tile
     # With moments in the loop four warps have too few registers.
-    return Tiling(tile.rows, 128, 8, 2) if moments else Tiling(tile.rows, 64, 4, 2)
+    return tile if depth <= 64 or moments else Tiling(tile.rows, 64, 4, 2)
 
 
 @cache

@@ -26,7 +26,7 @@ SUMMED_KEYS = {
     (128, False): (4096, 4096),
 }
 """From as many queries and keys on it is worth while with values and without, by head_dim and whether it is causal."""
-PORTABLE_SUMMED_KEYS = {(128, False): (2048, 4096)}
+PORTABLE_SUMMED_KEYS = {(128, False): (16384, 4096)}
 """The same beside the portable kernel."""
 MOST_CHUNKS = 64
 LEAST_KEYS = 512
