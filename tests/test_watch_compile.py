@@ -442,7 +442,7 @@ def test_windows_of_a_batch_and_several_calls_of_one_module(batch):
     assert_same(monitor.vitals, eager.vitals)
 
 
-@pytest.mark.parametrize(("batch", "step"), [(18, 4), (15, 1)])
+@pytest.mark.parametrize(("batch", "step"), [(18, 4), (33, 8), (15, 1)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_gradient_flow_of_a_large_batch_is_that_of_some_of_its_entries(batch, step, masked):
     class Shown(nn.Module):

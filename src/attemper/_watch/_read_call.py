@@ -16,7 +16,8 @@ from ._shapes import Four, four_axes
 from ._sums import sum_flow, sum_pressure, sum_rows
 
 MANY_ENTRIES = 16
-"""Of a batch, of which every fourth gives the gradient flow."""
+FLOW_ENTRIES = 4
+"""Of a batch that has many, so many give the gradient flow, or one more: those that follow each other by a fixed step."""
 STATS = tuple(name for name in MEASURED if name not in (*AFTER_BACKWARD, "output_norm"))
 
 
@@ -59,7 +60,8 @@ class ReadCall(nn.Module):
             table = sum_rows(replace(reading, output_norm=norm, nonfinite=odd | ~torch.isfinite(norm)))
         if flow_probe is not None:
             # Entries that make up a sequence are not alike.
-            step = 4 if call.q.shape[0] >= MANY_ENTRIES and self.entries == 1 else 1
+            batch = call.q.shape[0]
+            step = batch // FLOW_ENTRIES if batch >= MANY_ENTRIES and self.entries == 1 else 1
             output = _Flow.apply(output, flow_probe, call, reading, options, step, bool(dropout_p))  # type: ignore[no-untyped-call]
         return output, table
 

@@ -518,7 +518,11 @@ def _kernel(
         )
 
 
-def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> Configuration:
+MANY_KEYS = 3072
+"""From so many on, larger tiles gain more than a smaller first one."""
+
+
+def configuration(head_dim: int, level: int, keys: int, *, bounded: bool, values: bool) -> Configuration:
     """What measured best."""
     if not values:
         # Whose products are short beside the softmax: while one block waits, the other goes on.
@@ -526,6 +530,9 @@ def configuration(head_dim: int, level: int, *, bounded: bool, values: bool) -> 
             return Configuration(resident=2, items=1, consumers=2, keys=64, stages=3, registers=104, others=32)
         return Configuration(resident=2, items=2, consumers=2, keys=64, stages=6, registers=104, others=32)
     if head_dim == 128:
+        if level == 3 and bounded and keys < MANY_KEYS:
+            # A first tile, which takes longer than the others, and which few follow.
+            return Configuration(resident=1, items=1, consumers=2, keys=64, stages=4, registers=232, others=40)
         return Configuration(resident=1, items=1, consumers=2, keys=128, stages=2, registers=232, others=40)
     if bounded:
         # Less is hidden at the end of what rows see, and moments of 64 keys fit into the registers of three consumers.
@@ -596,7 +603,7 @@ def forward(
     level = max((_LEVELS[name] for name in fields), default=0)
     band = call.band
     bounded = band is not None or call.first is not None or call.stop is not None
-    choice = configuration(head_dim, level, bounded=bounded, values=v is not None)
+    choice = configuration(head_dim, level, keys, bounded=bounded, values=v is not None)
     low, high = (0, 0) if band is None else band
     scale = call.scale.contiguous()
     sinks = scale if call.sinks is None else call.sinks.contiguous()
@@ -659,7 +666,7 @@ def forward(
         )
         # Bounds that are not there are stood in for by something of another type.
         form = (
-            q.dtype, head_dim, bounded, v is None, level, sums is None, wide is None, first.dtype, scale.dtype,
+            q.dtype, head_dim, bounded, v is None, level, choice, sums is None, wide is None, first.dtype, scale.dtype,
             sinks.dtype, q.device,
         )  # fmt: skip
         programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
