@@ -17,7 +17,7 @@ from ._sums import sum_flow, sum_pressure, sum_rows
 
 MANY_ENTRIES = 16
 FLOW_ENTRIES = 4
-"""Of a batch that has many, so many give the gradient flow, or one more: those that follow each other by a fixed step."""
+"""Of a batch that has many, so many at even distances give the gradient flow, or one more."""
 STATS = tuple(name for name in MEASURED if name not in (*AFTER_BACKWARD, "output_norm"))
 
 

@@ -122,19 +122,28 @@ def moments_kernel(
         begin = start // chunk * chunk
     component = tl.arange(0, D)
     table = tables + slot.to(tl.int64) * (2 * D * D) + component[None, :]
+    # All that is read here comes first, so that what is waited for is waited for once.
     own = load_keys(q, batch, head, start, queries, D, BM, D)
     line = component[:, None] * D
-    turned = multiplied(own, tl.load(table + line).T, tl.zeros([BM, D], tl.float32), WIDEN)
-    turned = multiplied(own, tl.load(table + D * D + line).T, turned, WIDEN)
+    rough, fine = tl.load(table + line), tl.load(table + D * D + line)
+    if CAUSAL:
+        tile = load_keys(k, batch, k_head, start, keys, D, BM, D)
+    of_keys = tl.load(means + slot.to(tl.int64) * D + component)
+    first_key = load_keys(k, batch, k_head, 0, keys, D, 1, D)
+    query = start + tl.arange(0, BM)
+    there = query < queries
+    place = pair.to(tl.int64) * queries + query
+    factor = tl.load(scale + batch * scale_batch + head * scale_head)
+    known = tl.load(logsumexp + place, mask=there, other=0.0)
+    turned = multiplied(own, rough.T, tl.zeros([BM, D], tl.float32), WIDEN)
+    turned = multiplied(own, fine.T, turned, WIDEN)
     wide = own.to(tl.float32)
     spread = tl.sum(turned * wide, 1)
-    mean = tl.sum(wide * tl.load(means + slot.to(tl.int64) * D + component)[None, :], 1)
-    first_key = load_keys(k, batch, k_head, 0, keys, D, 1, D)
+    mean = tl.sum(wide * of_keys[None, :], 1)
     opening = tl.sum(wide * first_key.to(tl.float32), 1)
     far, count = mean, begin * 1.0
     if CAUSAL:
         row = tl.arange(0, BM)
-        tile = load_keys(k, batch, k_head, start, keys, D, BM, D)
         scores = multiplied(own, tile.T, tl.zeros([BM, BM], tl.float32), WIDEN)
         seen = row[:, None] >= row[None, :]
         here = (row + 1).to(tl.float32)
@@ -155,15 +164,10 @@ def moments_kernel(
         spread += gap * gap * (count * share)
         mean += gap * share
         count += here
-    query = start + tl.arange(0, BM)
-    there = query < queries
-    place = pair.to(tl.int64) * queries + query
-    factor = tl.load(scale + batch * scale_batch + head * scale_head)
     # What is not a number stays so.
     variance = tl.where(spread < 0, 0.0, spread) / count * (factor * factor)
     tl.store(mean_of + place, mean * factor, mask=there)
     tl.store(std_of + place, tl.sqrt(variance), mask=there)
-    known = tl.load(logsumexp + place, mask=there, other=0.0)
     tl.store(first_of + place, tl.exp2((opening * factor - known) * LOG2E), mask=there)
     sound = far * far * (factor * factor) <= FAR_MEAN * variance + TINY
     marks = tl.full([BM], 1, tl.int32)
@@ -233,7 +237,7 @@ def fill(call: Call, found: dict[str, Tensor], marks: Tensor, marked_rows: int) 
     nowhere = torch.empty(q.shape[:-1], **like) if FIELDS - found.keys() else means
     places = (found.get(name, nowhere) for name in ("score_mean", "score_std", "first_key_weight"))
     scale = call.scale
-    tile = (128, 8, 2, 128) if not causal else (64, 4, 2, 168) if depth == 128 else (64, 4, 3, None)
+    tile = (128, 8, 2, 128) if not causal else (64, 4, 2, 168) if depth == 128 else (64, 4, 3, 128)
     block, warps, stages, registers = tile
     blocks = triton.cdiv(queries, block)
     arguments = (
