@@ -162,11 +162,11 @@ def _weigh(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constexpr, ADD:
 
 @gluon.jit
 def _begin(
-    slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
+    left, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
     who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
     STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Open the next letter, and start QKᵀ of its first tile."""
+    """Open the next letter, let tiles go by that are left of the item before, and start QKᵀ of the first tile."""
     _, _, sizes, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     q_tiles, k_tiles, _ = buffers
@@ -177,15 +177,15 @@ def _begin(
     tiles, place, c = _open(mail, slot * _LETTER, who, sizes[1], N, BOUNDED)
     mbarrier.arrive(mail_empty.index(slot))
     slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
+    if BOUNDED:
+        skipped = left + gl.where(item < shape[5], tiles[1] - tiles[3], 0)
+        stage, phase, turn_phase = _pass(
+            skipped, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True
+        )
     mbarrier.wait(q_full.index(q_slot * CONSUMERS + who), q_phase)
     q = q_tiles.index(q_slot * CONSUMERS + who).reshape([_M, D])
     q_slot, q_phase = _advance(q_slot, q_phase, ITEMS)
     zero = gl.zeros([_M, N], gl.float32, S)
-    if BOUNDED:
-        skipped = gl.where(item < shape[5], tiles[1] - tiles[3], 0)
-        stage, phase, turn_phase = _pass(
-            skipped, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True
-        )
     mbarrier.wait(k_full.index(stage), phase)
     if VALUES:
         mbarrier.wait(turns.index(who), turn_phase)
@@ -288,7 +288,7 @@ def _consumer(
     pile_phase = 1
     turn_phase = 1 if who == 0 else 0
     s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = _begin(
-        slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
+        0, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
         who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -390,12 +390,8 @@ def _consumer(
             o = warpgroup_mma_wait(0, deps=(o,))
         if not SOON:
             mbarrier.arrive(q_empty.index(of_item))
-        if BOUNDED:
-            stage, phase, turn_phase = _pass(
-                low - lowest, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True
-            )
         of_next = _begin(
-            slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
+            low - lowest, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
             who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
         )  # fmt: skip
         next_s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = of_next

@@ -167,7 +167,7 @@ def _announce(
     if BOUNDED:
         lowest = _FARTHEST
         highest = 0
-        for who in gl.static_range(CONSUMERS):
+        for who in range(CONSUMERS):
             rows = row + who * _M + gl.arange(0, _M, gl.BlockedLayout([2], [32], [1], [0]))
             first, stop = _bounds(limits, batch, rows, sizes, choices)
             seen = stop > first
@@ -200,9 +200,9 @@ def _announce(
 @gluon.jit
 def _send(
     key, batch, kv_head, stage, phase, inputs, buffers, barriers,
-    STAGES: gl.constexpr, VALUES: gl.constexpr, BEHIND: gl.constexpr,
+    STAGES: gl.constexpr, VALUES: gl.constexpr, BEHIND: gl.constexpr, both=True,
 ):  # fmt: skip
-    """Copy a tile of K and one of V into the rings once their places are free; with BEHIND V's is free one later."""
+    """Copy a tile of K, and if `both` one of V, into the rings once there is room: with BEHIND for V one later."""
     _, k_desc, v_desc, _, _, _ = inputs
     _, k_tiles, v_tiles = buffers
     _, _, k_full, v_full, empty = barriers
@@ -212,10 +212,11 @@ def _send(
     v_stage = stage
     stage, phase = _advance(stage, phase, STAGES)
     if VALUES:
-        if BEHIND:
-            mbarrier.wait(empty.index(stage), phase)
-        mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
-        _copy_in(v_desc, [batch, kv_head, key, 0], v_full.index(v_stage), v_tiles.index(v_stage))
+        if both:
+            if BEHIND:
+                mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(v_full.index(v_stage), v_desc.block_type.nbytes)
+            _copy_in(v_desc, [batch, kv_head, key, 0], v_full.index(v_stage), v_tiles.index(v_stage))
     return stage, phase
 
 
@@ -245,12 +246,14 @@ def _send_table(
 
 @gluon.jit
 def _send_queries(
-    batch, head, row, slot, phase, inputs, q_tiles, q_full, q_empty,
+    batch, head, row, slot, phase, inputs, buffers, barriers,
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, GRADIENT: gl.constexpr,
 ):  # fmt: skip
     """Copy the rows of Q, each consumer's once it is done with those before; with GRADIENT another matrix beside."""
     q_desc, _, _, g_desc, g_tiles, _ = inputs
-    for who in gl.static_range(CONSUMERS):
+    q_tiles, _, _ = buffers
+    q_full, q_empty, _, _, _ = barriers
+    for who in range(CONSUMERS):
         at = slot * CONSUMERS + who
         mbarrier.wait(q_empty.index(at), phase)
         place = [batch, head, row + who * _M, 0]
@@ -262,31 +265,16 @@ def _send_queries(
 
 
 @gluon.jit
-def _send_first(
-    batch, head, row, highest, q_slot, q_phase, stage, phase, supply,
-    ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
-    GRADIENT: gl.constexpr,
-):  # fmt: skip
-    """Copy what an item begins with: its rows, and its last tile."""
-    common, _, inputs, _ = supply
-    _, _, _, shape, _, buffers, barriers = common
-    q_tiles, _, _ = buffers
-    q_full, q_empty, _, _, _ = barriers
-    q_slot, q_phase = _send_queries(
-        batch, head, row, q_slot, q_phase, inputs, q_tiles, q_full, q_empty, ITEMS, CONSUMERS, GRADIENT
-    )
-    key = (highest - 1) * N
-    kv_head = head // shape[1]
-    stage, phase = _send(key, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES, not GRADIENT)
-    return q_slot, q_phase, stage, phase
-
-
-@gluon.jit
 def _producer(
     supply,
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, GRADIENT: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
+    """Announce an item, send what is left of the one before it, then what it begins with: its rows, and its last tile.
+
+    In this order the next is looked up while the consumers have tiles to go on with: memory takes its time. All that
+    is long stands here once: what has left the cache of instructions has to be waited for too.
+    """
     common, post, inputs, counter = supply
     _, _, _, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
@@ -301,51 +289,43 @@ def _producer(
     q_phase = 1
     slot = 0
     mail_phase = 1
-    item = gl.program_id(0)
-    lowest, highest, batch, head, row = _announce(item, common, mail, 0, CONSUMERS, N, BOUNDED)
-    mbarrier.arrive(mail_full.index(0))
+    # Before the first there is an item without tiles.
+    item = -1
+    lowest = 0
+    highest = 0
+    batch = 0
+    kv_head = 0
+    coming = gl.program_id(0)
     while item < items:
-        kv_head = head // ratio
-        q_slot, q_phase, stage, phase = _send_first(
-            batch, head, row, highest, q_slot, q_phase, stage, phase, supply,
-            ITEMS, CONSUMERS, N, STAGES, VALUES, GRADIENT,
-        )  # fmt: skip
-        # What comes next is found out while the consumers have tiles to go on with: memory takes its time.
-        slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
-        coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
         mbarrier.wait(mail_empty.index(slot), mail_phase)
-        next_lowest, next_highest, next_batch, next_head, next_row = _announce(
+        next_lowest, next_highest, next_batch, head, row = _announce(
             coming, common, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
         )
         mbarrier.arrive(mail_full.index(slot))
+        slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
         for step in range(1, highest - lowest):
+            key = (highest - 1 - step) * N
             stage, phase = _send(
-                (highest - 1 - step) * N,
-                batch,
-                kv_head,
-                stage,
-                phase,
-                inputs,
-                buffers,
-                barriers,
-                STAGES,
-                VALUES,
-                BEHIND,
-            )
+                key, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES, BEHIND
+            )  # fmt: skip
         if TABLE:
-            stage, phase = _send_table(batch, kv_head, stage, phase, inputs, buffers, barriers, D, N, STAGES)
+            if item >= 0:
+                stage, phase = _send_table(batch, kv_head, stage, phase, inputs, buffers, barriers, D, N, STAGES)
         item = coming
         lowest = next_lowest
         highest = next_highest
         batch = next_batch
-        head = next_head
-        row = next_row
-    if BEHIND:
-        # Somebody multiplies a tile of the last item again, and nobody looks at what comes out.
-        q_slot, q_phase, stage, phase = _send_first(
-            batch, head, row, highest, q_slot, q_phase, stage, phase, supply,
-            ITEMS, CONSUMERS, N, STAGES, False, GRADIENT,
-        )  # fmt: skip
+        kv_head = head // ratio
+        if BEHIND or item < items:
+            q_slot, q_phase = _send_queries(
+                batch, head, row, q_slot, q_phase, inputs, buffers, barriers, ITEMS, CONSUMERS, GRADIENT
+            )
+            # Of the item too many somebody multiplies a tile of K, and nobody looks at what comes out.
+            stage, phase = _send(
+                (highest - 1) * N, batch, kv_head, stage, phase, inputs, buffers, barriers, STAGES, VALUES, BEHIND,
+                item < items,
+            )  # fmt: skip
+        coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
 
 
 @gluon.jit
