@@ -889,11 +889,12 @@ class Task:
 
 
 class Program:
-    """A block of threads: its number and its shared memory."""
+    """A block of threads: its number, its shared memory, and which phases of barriers say that copies are there."""
 
     def __init__(self, number):
         self.number = number
         self.bytes = 0
+        self.coming = {}
 
 
 class Machine:
@@ -1022,6 +1023,10 @@ def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     machine.pause(lambda: all(task.done for task in tasks), lambda: "the other partitions to end")
     for task in tasks:
         _join(parent.clock, task.clock)
+    for barrier, phase in parent.program.coming.items():
+        # It would write into what is by then the memory of another program.
+        if parent.clock.get(barrier, 0) < phase:
+            raise GluonError(f"{parent} ends, and nobody has waited for the last copy of {barrier.name}")
     parent.name = "after partitions"
     return found
 
@@ -1363,6 +1368,7 @@ class Copy:
         self.region, self.clock = shared.region, dict(task.clock)
         self.region.may_write(task, "a copy")
         self.region.incoming = self
+        task.program.coming[barrier] = barrier.phase + 1
         shared.data.copy_(_whatever((), shared.dtype))
 
     def __repr__(self):

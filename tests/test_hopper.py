@@ -832,6 +832,9 @@ FAULTS = {
     "too short a wait for a product": ("mma_wait(0, deps=(acc,))  # WAIT", "mma_wait(1, deps=(acc,))  #", GluonError),
     "no wait for a store": ("tma.store_wait(0)  # WAIT STORE", "", RaceError),
     "no last wait for a store": ("tma.store_wait(0)  # LAST WAIT", "", GluonError),
+    "a copy that nobody waits for": (
+        "range(count):\n        mbarrier.wait(empty", "range(count + 1):\n        mbarrier.wait(empty", GluonError
+    ),
     "no fence": ("fence_async_shared()  # FENCE", "", RaceError),
     "more bytes than come": ("block_type.nbytes", "block_type.nbytes + 16", DeadlockError),
     "another layout": ("acc.to(gl.bfloat16)", "acc.to(gl.float16)", GluonError),
