@@ -3,6 +3,7 @@
 And what several files need: a place to run commands in, a machine without Numba, and other processors.
 """
 
+import inspect
 import os
 import platform
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import textwrap
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +20,25 @@ from hypothesis import settings
 # Triton asks when its kernels are defined, and a machine without a GPU can only interpret them.
 if find_spec("torch") is None or not import_module("torch").cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def look_once_through_the_language():
+    """At every call of a function Triton's interpreter looks for what its language has built in: half of its time."""
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    built_in = {}
+
+    def members(place):
+        if place not in built_in:
+            built_in[place] = [name for name, member in inspect.getmembers(place) if is_builtin(member)]
+        return [(name, getattr(place, name)) for name in built_in[place]]
+
+    interpreter.inspect = SimpleNamespace(**vars(inspect) | {"getmembers": members})
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+    look_once_through_the_language()
 
 settings.register_profile("attemper", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("attemper")
