@@ -20,9 +20,9 @@ test: export OMP_NUM_THREADS = 1
 test: .venv/test.done .venv/demo.done
 	$(BIN)/python -m pytest -n auto
 
-# The kernels for CUDA, on a GPU; `make test` runs them in Triton's interpreter.
+# The kernels for CUDA, on a GPU; `make test` runs them in Triton's interpreter. To compile takes longest, so several at once.
 test-cuda:
-	$(PYTHON) -m pytest tests/test_cuda.py tests/test_gpu.py
+	$(PYTHON) -m pytest $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8") tests/test_cuda.py tests/test_gpu.py
 
 lint: .venv/lint.done
 	$(BIN)/ruff format --check .

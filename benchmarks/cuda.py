@@ -2,15 +2,20 @@
 
 What is compared runs in one process, in turn; a number is the median over rounds of the peer's time over ours, by
 events on the device, with the host ahead of it. Writes benchmarks/results/cuda-DEVICE.json, in which problems that were
-not measured this time stay as they were, each with its date. Minutes, most of them compilation.
+not measured this time stay as they were, each with its date. Minutes, most of them compilation: with `--compile 12`
+twelve processes at once do that first, and Triton keeps it on disk.
 """
 
 import argparse
 import functools
+import itertools
 import json
+import math
 import platform
 import statistics
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -104,6 +109,8 @@ def seconds(functions, rounds, inner=3):
         function()
         function()
     torch.cuda.synchronize()
+    if not rounds:
+        return [math.nan] * len(functions)
     times = [[] for _ in functions]
     for _ in range(rounds):
         for found, function in zip(times, functions, strict=True):
@@ -141,7 +148,7 @@ def measure(dim, heads, length, causal, rounds):
     functions["flow, backward too, own"] = deterministic(backward_of(ours("all"), q, k, v, causal, grad))
     found = dict(zip(functions, seconds(list(functions.values()), rounds), strict=True))
     row = {"head_dim": dim, "heads": heads, "length": length, "causal": causal, "seconds": found}
-    if length == 8192:
+    if length == 8192 and rounds:
         torch.cuda.empty_cache()
         found["eager"] = seconds([lambda: eager(*plain, causal)], 3, inner=1)[0]
         row["bytes"] = {name: extra_bytes(lambda call=call: call(*plain, causal)) for name, call in
@@ -207,16 +214,37 @@ def decoding(rounds):
     return {"what": what, "head_dim": 128, "bytes per second": rate, "of a copy": rate / (2**31 / copy)}
 
 
+def compile_in_processes(count, *kinds, special):
+    """Run everything without timing it, a problem a process, and windows, groups and decoding in one more."""
+    problems = list(itertools.product(*kinds))
+    options = [["--dims", dim, "--lengths", length, "--seen", seen, "--no-special"] for dim, length, seen in problems]
+    if special:
+        options.append(["--dims", ""])
+    programs = [[sys.executable, __file__, "--rounds", "0", *given] for given in options]
+    with ThreadPoolExecutor(count) as pool:
+        done = list(pool.map(lambda program: subprocess.run(program, capture_output=True, text=True), programs))
+    for given, one in zip(options, done, strict=True):
+        if one.returncode:
+            raise SystemExit(f"{' '.join(given)}:\n{one.stderr[-4000:]}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", default="2048,8192,16384")
     parser.add_argument("--dims", default="128,64")
+    parser.add_argument("--seen", default="full,causal")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-special", dest="special", action="store_false", help="no windows, groups and decoding")
     parser.add_argument("--to", type=Path, help="where to write instead")
+    parser.add_argument("--compile", type=int, default=0, metavar="PROCESSES", help="so many compile beforehand")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("There is no CUDA GPU here.")
+    dims, lengths, seen = (x.split(",") for x in (given.dims, given.lengths, given.seen))
+    if not {"full", "causal"}.issuperset(seen):
+        parser.error(f"--seen takes full, causal or both, not {given.seen}")
+    if given.compile:
+        compile_in_processes(given.compile, dims, lengths, seen, special=given.special)
     name = torch.cuda.get_device_name()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
     versions["cudnn"] = torch.backends.cudnn.version()
@@ -234,21 +262,21 @@ def main():
             known = [i for i, x in enumerate(record[part]) if all(x[name] == row[name] for name in names)]
             place = slice(known[0], known[0] + 1) if known else slice(len(record[part]), None)
             record[part][place] = [row | measured]
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        if given.rounds:
+            path.write_text(json.dumps(record, indent=1) + "\n")
 
     for dim, heads in ((128, 16), (64, 32)):
-        if str(dim) not in given.dims.split(","):
+        if str(dim) not in dims:
             continue
-        for length in map(int, given.lengths.split(",")):
-            for causal in (False, True):
-                row = measure(dim, heads, length, causal, given.rounds)
+        for length in map(int, lengths):
+            for kind in seen:
+                row = measure(dim, heads, length, kind == "causal", given.rounds)
                 keep("rows", "head_dim", "length", "causal", found=[row])
                 times = row["seconds"]
                 ratios = "  ".join(f"{n} {times['cudnn'] / t:.2f}" for n, t in times.items() if "backward" not in n)
                 both = "  ".join(
                     f"{n} {times['cudnn, backward too'] / t:.2f}" for n, t in times.items() if "backward" in n
                 )
-                kind = "causal" if causal else "full"
                 print(f"d {dim} n {length} {kind}: {ratios}  | {both}", file=sys.stderr, flush=True)
     if given.special:
         for dim, heads in ((128, 16), (64, 32)):
