@@ -291,13 +291,15 @@ def cuda_summary_table() -> str:
         "forward and backward, gradient flow too": ("flow, backward too", "cudnn, backward too"),
         "forward, all statistics, beside the matrix and statistics from it": ("all", "eager"),
     }
-    rows = [row["seconds"] for row in rows if row["length"] == 8192]
+    rows = [row for row in rows if row["length"] == 8192]
+    dates = " and ".join(sorted({row["date"] for row in rows}))
+    rows = [row["seconds"] for row in rows]
     cells = []
     for told, (name, peer) in ways.items():
         ratios = (row[peer] / row[name] for row in rows)
         cells.append((told, *(f"{ratio:.0f}×" if ratio > 10 else f"{ratio:.2f}×" for ratio in ratios)))
     problems = ("16 heads of 128", "the same, causal", "32 heads of 64", "the same, causal")
-    caption = f"{record['device']}, bfloat16, 2 × 8192 tokens, torch {_short(record, 'torch')}."
+    caption = f"{record['device']}, bfloat16, 2 × 8192 tokens, torch {_short(record, 'torch')}, {dates}."
     return f"{caption}\n\n" + _table(("speed against torch with cuDNN", *problems), cells)
 
 
