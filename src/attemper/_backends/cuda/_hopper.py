@@ -161,22 +161,28 @@ def _weigh(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constexpr, ADD:
 
 
 @gluon.jit
-def _begin(
-    left, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
-    who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """Open the next letter, let tiles go by that are left of the item before, and start QKᵀ of the first tile."""
-    _, _, sizes, shape, _, buffers, barriers = common
-    mail, mail_full, mail_empty = post
-    q_tiles, k_tiles, _ = buffers
-    q_full, _, k_full, _v_full, _empty = barriers
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+def _next(slot, mail_phase, common, post, who: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr):
+    """What the next letter says. It is the scribe who says that it was read: he is the last at every item."""
+    _, _, sizes, _, _, _, _ = common
+    mail, mail_full, _ = post
     mbarrier.wait(mail_full.index(slot), mail_phase)
     item = _read(mail, slot * _LETTER)
     tiles, place, c = _open(mail, slot * _LETTER, who, sizes[1], N, BOUNDED)
-    mbarrier.arrive(mail_empty.index(slot))
     slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
+    return item, tiles, place, c, slot, mail_phase
+
+
+@gluon.jit
+def _begin(
+    item, tiles, left, stage, phase, q_slot, q_phase, turn_phase, common, turns,
+    who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """Let tiles go by that are left of the item before, and start QKᵀ of the first of this one."""
+    _, _, _, shape, _, buffers, barriers = common
+    q_tiles, k_tiles, _ = buffers
+    q_full, _, k_full, _v_full, _empty = barriers
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     if BOUNDED:
         skipped = left + gl.where(item < shape[5], tiles[1] - tiles[3], 0)
         stage, phase, turn_phase = _pass(
@@ -194,7 +200,7 @@ def _begin(
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
     if VALUES:
         mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-    return s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase
+    return s, stage, phase, q_slot, q_phase, turn_phase
 
 
 @gluon.jit
@@ -287,8 +293,9 @@ def _consumer(
     q_phase = 0
     pile_phase = 1
     turn_phase = 1 if who == 0 else 0
-    s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = _begin(
-        0, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
+    item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, common, post, who, N, BOUNDED)
+    s, stage, phase, q_slot, q_phase, turn_phase = _begin(
+        item, tiles, 0, stage, phase, q_slot, q_phase, turn_phase, common, turns,
         who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
@@ -381,21 +388,10 @@ def _consumer(
             turned, middle = _turned(x, q, mean_ptr + unit * D, D, N)
             _keep(pile, _TURNED, who, turned)
             _keep(pile, _TURNED + 1, who, middle)
-            o = warpgroup_mma_wait(0, deps=(o,))
-            mbarrier.arrive(empty.index(stage))
-            stage, phase = _advance(stage, phase, STAGES)
         elif VALUES:
             mbarrier.wait(v_full.index(v_stage), v_phase)
             o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
-            o = warpgroup_mma_wait(0, deps=(o,))
-        if not SOON:
-            mbarrier.arrive(q_empty.index(of_item))
-        of_next = _begin(
-            low - lowest, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase, common, post, turns,
-            who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
-        )  # fmt: skip
-        next_s, item, tiles, place, c, slot, mail_phase, stage, phase, q_slot, q_phase, turn_phase = of_next
-
+        # While the last product is under way: what is left to the scribe, and the next letter.
         total, tilted, squares, largest, moved, spread = sums
         of_rows = gl.expand_dims(gl.convert_layout(reference, gl.SliceLayout(1, L)), 1)
         _keep(pile, _TOTAL, who, total)
@@ -410,6 +406,19 @@ def _consumer(
         if ADD:
             _keep(pile, _MOVED, who, moved)
             _keep(pile, _MOVED + 1, who, spread)
+        item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, common, post, who, N, BOUNDED)
+        if VALUES:
+            o = warpgroup_mma_wait(0, deps=(o,))
+        if TABLE:
+            mbarrier.arrive(empty.index(stage))
+            stage, phase = _advance(stage, phase, STAGES)
+        if TABLE and ITEMS == 1:
+            mbarrier.arrive(q_empty.index(of_item))
+        next_s, stage, phase, q_slot, q_phase, turn_phase = _begin(
+            item, tiles, low - lowest, stage, phase, q_slot, q_phase, turn_phase, common, turns,
+            who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
+        )  # fmt: skip
+
         if VALUES:
             total = gl.convert_layout(gl.sum(total, axis=1), R)
             share = 1.0 / total
@@ -465,7 +474,7 @@ def _kernel(
     REGISTERS: gl.constexpr, OTHERS: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr,
     TABLE: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, ITEMS, CONSUMERS, D, N, STAGES, VALUES, CONSUMERS + 1)
+    buffers, barriers, post = _rings(q_desc, k_desc, v_desc, ITEMS, CONSUMERS, D, N, STAGES, VALUES, 1)
     q_tiles = buffers[0]
     o_tiles = q_tiles
     if VALUES:
@@ -494,7 +503,7 @@ def _kernel(
             [
                 (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
                 (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
-                (_scribe, (asked, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
+                (_scribe, (asked, ITEMS, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
                 (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
             ],
             [4, 2, 1],
@@ -506,7 +515,7 @@ def _kernel(
                 (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
                 (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
                 (_consumer, (given, 2, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
-                (_scribe, (asked, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
+                (_scribe, (asked, ITEMS, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
                 (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
             ],
             [4, 4, 2, 1],

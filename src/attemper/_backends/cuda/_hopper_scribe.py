@@ -105,12 +105,15 @@ def _part(pile, part: gl.constexpr, who):
 
 @gluon.jit
 def _scribe(
-    given, CONSUMERS: gl.constexpr, N: gl.constexpr,
+    given, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr,
     BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
-    """Make fields of what the consumers leave."""
+    """Make fields of what the consumers leave, and tell the producer that they are done with an item.
+
+    So that they need not stop for it; where there is room for the rows of one item alone, they say so themselves.
+    """
     common, post, desk, fields, counts, flags, sinks_ptr = given
-    _, limits, sizes, shape, choices, buffers, _ = common
+    _, limits, sizes, shape, choices, buffers, barriers = common
     mail, mail_full, mail_empty = post
     pile, pile_full, pile_empty = desk
     (
@@ -121,12 +124,14 @@ def _scribe(
     queries, keys = sizes
     heads = shape[0]
     items = shape[5]
+    q_empty = barriers[1]
     DTYPE: gl.constexpr = buffers[0].dtype
     R: gl.constexpr = gl.SliceLayout(1, _DESK)
     nothing = gl.zeros([_M], gl.float32, R)
     infinity = float("inf")
     slot = 0
     mail_phase = 0
+    q_slot = 0
     phase = 0
     mbarrier.wait(mail_full.index(0), 0)
     item = _read(mail, 0, _SCRIBES)
@@ -166,6 +171,8 @@ def _scribe(
                 turned = _part(pile, _TURNED, who)
                 middle = _part(pile, _TURNED + 1, who)
             mbarrier.arrive(pile_empty.index(who))
+            if ITEMS > 1:
+                mbarrier.arrive(q_empty.index(q_slot * CONSUMERS + who))
 
             # What is not a number fails every comparison. A row that sees nothing has nothing to fail.
             good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
@@ -227,6 +234,7 @@ def _scribe(
             flag = flags + pair.to(gl.int64) * gl.cdiv(queries, _M) + row // _M
             gl.store(flag + gl.zeros_like(rows), gl.full_like(rows, 1), mask=sees & there & (good ^ True))
         phase ^= 1
+        q_slot = (q_slot + 1) % ITEMS
         mbarrier.arrive(mail_empty.index(slot))
         slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
         mbarrier.wait(mail_full.index(slot), mail_phase)

@@ -375,12 +375,12 @@ def _pass(
     """Let tiles go by that other consumers of the item need."""
     _, _, k_full, v_full, empty = barriers
     for _step in range(tiles):
+        # A tile that nobody reads must still have arrived before the next takes its place.
+        mbarrier.wait(k_full.index(stage), phase)
         if VALUES and BEHIND:
             mbarrier.wait(turns.index(who), turn_phase)
             turn_phase ^= 1
             mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-        # A tile that nobody reads must still have arrived before the next takes its place.
-        mbarrier.wait(k_full.index(stage), phase)
         if VALUES and not BEHIND:
             mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(empty.index(stage))
