@@ -407,10 +407,11 @@ def _consumer(
             _keep(pile, _MOVED, who, moved)
             _keep(pile, _MOVED + 1, who, spread)
         item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, common, post, who, N, BOUNDED)
-        if VALUES:
+        if VALUES and BOUNDED:
+            # Before tiles go by: they say that the place of the last V is free.
             o = warpgroup_mma_wait(0, deps=(o,))
+        table_stage = stage
         if TABLE:
-            mbarrier.arrive(empty.index(stage))
             stage, phase = _advance(stage, phase, STAGES)
         if TABLE and ITEMS == 1:
             mbarrier.arrive(q_empty.index(of_item))
@@ -419,6 +420,10 @@ def _consumer(
             who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
         )  # fmt: skip
 
+        if VALUES and not BOUNDED:
+            o = warpgroup_mma_wait(1, deps=(o,))
+        if TABLE:
+            mbarrier.arrive(empty.index(table_stage))
         if VALUES:
             total = gl.convert_layout(gl.sum(total, axis=1), R)
             share = 1.0 / total
