@@ -283,7 +283,8 @@ def main():
             keep("special", "what", "head_dim", found=windows_and_groups(dim, heads, given.rounds))
         keep("special", "what", "head_dim", found=[decoding(given.rounds)])
         print(json.dumps(record["special"], indent=1), file=sys.stderr, flush=True)
-    print(f"wrote {path}", file=sys.stderr)
+    if given.rounds:
+        print(f"wrote {path}", file=sys.stderr)
 
 
 main()
