@@ -18,30 +18,26 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from . import _hopper
 from ._hopper_supply import (
     _BAND,
-    _HIDDEN,
     _LETTER,
     _LETTERS,
     _LOG2_E,
     _M,
     ROWS,
     Configuration,
-    _added,
     _advance,
     _bounds,
-    _halves,
     _open,
-    _own_sum,
     _pass,
     _producer,
     _read,
     _rings,
-    _shown,
     _there,
     described,
     processors,
     scale_choices,
     together_in_cache,
 )
+from ._hopper_tile import _HIDDEN, _added, _halves, _own_sum, _shown
 from ._ready import copyable, launch
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined,operator"
-"""What the kernels for Hopper GPUs share: the producer, its letters to the consumers, the rings of tiles, hidden keys.
+"""What the kernels for Hopper GPUs share: the producer, its letters to the consumers, the rings of tiles.
 
 See `_hopper` for how they work together.
 """
@@ -33,8 +33,6 @@ _M = gl.constexpr(ROWS)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _FARTHEST = gl.constexpr(2**30)
 """Beyond all keys: the least of nothing."""
-_HIDDEN = gl.constexpr(-(2.0**100))
-"""What stands for q·k of a key the row does not see: after scaling still far below all that pass as a reference."""
 # Bits of `choices`; all others up to 19 are those of `_hopper`.
 _SCALE_PER_BATCH = gl.constexpr(1 << 16)
 _SCALE_PER_HEAD = gl.constexpr(1 << 17)
@@ -326,45 +324,6 @@ def _producer(
                 item < items,
             )  # fmt: skip
         coming = gl.atomic_add(counter, 1) + gl.num_programs(0)
-
-
-@gluon.jit
-def _own_sum(x):
-    """Per row, one sum for each of the four threads that share it: what they have to add to each other waits."""
-    return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), axis=1), axis=2)
-
-
-@gluon.jit
-def _halves(x):
-    """The left and the right columns of a tile; of the last eight, those with even and with odd numbers."""
-    if x.shape[1] == 8:
-        return x.reshape([x.shape[0], 4, 2]).split()
-    else:
-        return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-
-
-@gluon.jit
-def _added(x, sums):
-    """The columns of a tile, one after the other, added to the sums of each of the four threads that share a row."""
-    if x.shape[1] > 4:
-        left, right = _halves(x)
-        sums = _added(right, _added(left, sums))
-    else:
-        sums += gl.convert_layout(x, sums.type.layout)
-    return sums
-
-
-@gluon.jit
-def _shown(s, start, first, width):
-    """The scores of keys from a start on, _HIDDEN for those that their row does not see."""
-    rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
-    keys = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    distance = gl.expand_dims(keys, 0) - gl.expand_dims(gl.convert_layout(first, rows), 1)
-    # One unsigned comparison for both ends. Of a plain one LLVM makes vectors of bits, and takes them apart again.
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fF1800000, p; }", "=f,f,r,r",
-        [s, distance, gl.expand_dims(gl.convert_layout(width, rows), 1)], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
