@@ -227,7 +227,9 @@ LONG_FIELDS = (
 class TestLongCalls:
     """Moments from sums over keys, and tiles by the copy engine, as calls with many keys have them."""
 
-    @pytest.fixture(params=[False, True], ids=["loaded", "copied"], autouse=True)
+    both = pytest.mark.parametrize("long", [False, True], ids=["loaded", "copied"], indirect=True)
+
+    @pytest.fixture(autouse=True)
     def long(self, request, monkeypatch):
         """What was to be filled in from sums over keys, and how many blocks were marked after all."""
         filled, marked = [], []
@@ -247,7 +249,7 @@ class TestLongCalls:
         monkeypatch.setattr(_launch, "splits_for", lambda *given: 1)
         monkeypatch.setattr(_launch, "_moments", SimpleNamespace(**vars(_moments) | {"fill": fill}))
         if DEVICE == "cpu":
-            monkeypatch.setattr(_launch, "_copy_engine", lambda device: request.param)
+            monkeypatch.setattr(_launch, "_copy_engine", lambda device: getattr(request, "param", True))
         monkeypatch.setattr(_launch, "_gluon", lambda name: None)
         return filled, marked
 
@@ -262,6 +264,7 @@ class TestLongCalls:
             )
         torch.testing.assert_close(found.output.double(), right.output, rtol=3e-2, atol=3e-2, equal_nan=True)
 
+    @both
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize(
         ("queries", "keys", "options"),
@@ -305,6 +308,7 @@ class TestLongCalls:
         self.agrees(*made[:which], turned, *made[which + 1 :], is_causal=True)
         assert long == ([sorted(_moments.FIELDS)], [0])
 
+    @both
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")
     @pytest.mark.parametrize("worst", [math.nan, math.inf, 1e25])
     def test_a_key_reaches_those_who_see_it(self, long, worst):
@@ -348,6 +352,7 @@ class TestLongCalls:
         triton_read(q, k)
         assert len(long[0]) == 2
 
+    @both
     def test_without_the_largest_score(self, long):
         q, k, v = three(300, 400, 64, dtype=torch.bfloat16)
         found = triton_attend(q, k, v, stats=("logsumexp",))
@@ -356,7 +361,8 @@ class TestLongCalls:
         torch.testing.assert_close(found.output.double(), right.output, rtol=3e-2, atol=1e-2)
         assert not long[0]
 
-    def test_a_reference_too_small(self):
+    @both
+    def test_a_reference_too_small(self, long):
         """A score far above those of the tile that was looked at first."""
         q, k, v = three(300, 400, 64, dtype=torch.bfloat16)
         q[:, :, 130:140] = 6.0
