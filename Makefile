@@ -22,7 +22,7 @@ test: .venv/test.done .venv/demo.done
 
 # The kernels for CUDA, on a GPU; `make test` runs them in Triton's interpreter. To compile takes longest, so several at once.
 test-cuda:
-	$(PYTHON) -m pytest $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8") tests/test_cuda.py tests/test_gpu.py
+	$(PYTHON) -m pytest -p no:benchmark $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8") tests/test_gpu.py tests/test_cuda.py
 
 lint: .venv/lint.done
 	$(BIN)/ruff format --check .

@@ -163,6 +163,24 @@ def test_a_graph_replays_with_new_numbers(head_dim):
         torch.testing.assert_close(getattr(result.reading, name), getattr(expected.reading, name))
 
 
+def test_a_scale_that_a_graph_was_the_first_to_use():
+    q, k, v = (draw(1, 4, 300, 64) for _ in range(3))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        attend(q, k, v)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = attend(q, k, v, scale=0.0371)
+    # Before the graph ran: what it is to write is not there yet.
+    alone = attend(q, k, v, scale=0.0371)
+    graph.replay()
+    right = attend(q.double(), k.double(), v.double(), scale=0.0371, backend="torch")
+    for found in (alone, result):
+        torch.testing.assert_close(found.output.double(), right.output, rtol=2e-2, atol=4e-3)
+        torch.testing.assert_close(found.reading.logsumexp.double(), right.reading.logsumexp, rtol=1e-4, atol=1e-5)
+
+
 def test_compiled_without_a_break_and_on_another_stream():
     q, k, v = (draw(1, 4, 300, 64).requires_grad_() for _ in range(3))
 

@@ -1,6 +1,7 @@
 """One operator for every road: it finds its implementation by name, and is there for all who look for it."""
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -66,7 +67,7 @@ def test_a_road_is_found_by_its_name(counted, gradients):
     output, fields = run_on("counted", pose(q, k, v, is_causal=True), choose("all"))
     assert counted.taken == ["forward"]
     assert torch.equal(output, attend(q, k, v, is_causal=True, backend="torch").output)
-    assert set(fields) == {*_operator.FIELDS, "gradients"}
+    assert set(fields) == ({*_operator.FIELDS, "gradients"} if gradients else {*_operator.FIELDS})
     if gradients:
         output.sum().backward()
         assert counted.taken == ["forward", "backward"]
@@ -142,12 +143,60 @@ def test_a_call_that_nobody_sees_is_the_same(name, shape, dtype, auto):
     with Seen() as seen:
         wanted = attend(*given, **options)
     assert seen.names.count("attemper::tiles") == 1
+    # Nothing waits for a backward pass that cannot come.
+    assert got.reading.gradients is None
+    assert got.reading.pressure is None
+    wanted = wanted._replace(reading=replace(wanted.reading, gradients=None))
     (one, its), (two, other) = pytree.tree_flatten(got), pytree.tree_flatten(wanted)
     assert its == other
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
         assert a.stride() == b.stride()
         assert not a.requires_grad
+
+
+class TestNumbersOnAGPU:
+    """They are written once; here on the CPU, which is as good for it."""
+
+    @pytest.fixture(autouse=True)
+    def none(self, monkeypatch):
+        monkeypatch.setattr(_operator, "_ON_GPU", {})
+        self.capture(monkeypatch, False)
+
+    def capture(self, monkeypatch, yes):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: yes)
+
+    def number(self, x=0.125, dtype=torch.float32):
+        found = _operator._on_gpu(x, dtype, torch.device("cpu"))
+        assert found.shape == (1, 1)
+        assert found.dtype == dtype
+        assert found.item() == x
+        return found
+
+    def test_once(self):
+        assert self.number() is self.number()
+        assert self.number(0.25) is not self.number()
+        self.number(dtype=torch.float64)
+
+    def test_for_whoever_comes_later(self):
+        with torch.inference_mode():
+            self.number()
+        assert not self.number().is_inference()
+
+    def test_not_what_a_graph_writes(self, monkeypatch):
+        self.capture(monkeypatch, True)
+        assert self.number() is not self.number()
+        self.capture(monkeypatch, False)
+        known = self.number()
+        self.capture(monkeypatch, True)
+        assert self.number() is known
+
+    def test_not_without_end(self, monkeypatch):
+        monkeypatch.setattr(_operator, "MOST_NUMBERS", 2)
+        for x in (1.0, 2.0, 3.0):
+            self.number(x)
+        assert len(_operator._ON_GPU) == 2
+        assert self.number(2.0) is self.number(2.0)
 
 
 def test_whoever_looks_sees_the_operator(monkeypatch, auto):

@@ -81,7 +81,8 @@ def run_on(
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """The output and the fields of the Reading that `stats` names, with the place for what a backward pass measures.
 
-    `road` is the name of a module beside this one that has the functions of `Road`.
+    There is no such place where no backward pass can come. `road` is the name of a module beside this one that has the
+    functions of `Road`.
     """
     batch = problem.batch
     call = call_of(problem, batch, banded=road == "cuda")
@@ -101,7 +102,7 @@ def run_on(
         if name in stats and (name != "output_norm" or problem.v is not None):
             value = _unfold(found[name], batch)
             fields[name] = value if alone or (differentiable and name in DIFFERENTIABLE) else value.detach()
-    if not stats.isdisjoint(AFTER_BACKWARD):
+    if not (alone or stats.isdisjoint(AFTER_BACKWARD)):
         fields["gradients"] = found["gradients"].detach()
     return None if problem.v is None else _unfold(found["output"], batch), fields
 
@@ -206,4 +207,24 @@ def _per_head(x: Any, wide: torch.dtype, device: torch.device) -> Tensor:
     if torch.compiler.is_compiling() or not -1e38 < x < 1e38:
         # torch.full would have the number baked into a compiled graph, and refuse one that overflows.
         return torch.ones((1, 1), dtype=wide, device=device).mul(x)
+    if device.type == "cuda" and torch_is_plain(torch):
+        return _on_gpu(x, wide, device)
     return torch.full((1, 1), x, dtype=wide, device=device)
+
+
+_ON_GPU: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+MOST_NUMBERS = 256
+
+
+def _on_gpu(x: float, wide: torch.dtype, device: torch.device) -> Tensor:
+    """A number that stays on the GPU: to write it anew takes a kernel, and short calls notice that."""
+    known = _ON_GPU.get((x, wide, device))
+    if known is not None:
+        return known
+    # What a graph writes is there only once it is replayed. None is ever let go: another stream may still read it.
+    if len(_ON_GPU) == MOST_NUMBERS or torch.cuda.is_current_stream_capturing():
+        return torch.full((1, 1), x, dtype=wide, device=device)
+    with torch.inference_mode(False):
+        # From the host, which waits until it is there, for every stream.
+        known = _ON_GPU[x, wide, device] = torch.tensor([[x]], dtype=wide).to(device)
+    return known

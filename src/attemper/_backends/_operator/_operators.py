@@ -61,14 +61,11 @@ def implementation(road: str) -> Road:
 
 
 def computed(call: Call, stats: frozenset[str], road: str, *, apart: bool) -> dict[str, Tensor]:
-    """The output and what `stats` names, with the place for what a backward pass measures: those of RETURNS."""
+    """The output and what `stats` names: those of RETURNS."""
     with plainly(call.q):
         output, found = implementation(road).forward(call, stats, apart=apart)
     if output is not None:
         found["output"] = output
-    waiting = gradient_size(call.q, stats)
-    if waiting:
-        found["gradients"] = torch.zeros(waiting, dtype=call.wide, device=call.q.device)
     return found
 
 
@@ -101,8 +98,11 @@ def tiles(*arguments: Any) -> tuple[Tensor, ...]:
     found = computed(call, stats, road, apart=True)
     if call.v is None:
         found["output"] = call.q.new_empty(0)
-    # Not by `empty`: for a small call the dozen that are missing take as long as the kernel.
     wide, device = call.wide, call.q.device
+    waiting = gradient_size(call.q, stats)
+    if waiting:
+        found["gradients"] = torch.zeros(waiting, dtype=wide, device=device)
+    # Not by `empty`: for a small call the dozen that are missing take as long as the kernel.
     return tuple([
         found[name]
         if name in found

@@ -257,15 +257,17 @@ HIDDEN: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit
-def added(x):
-    """Four sums of each row of a tile: those of what one thread has of it, so that none waits for another."""
-    return tl.sum(tl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 1), 2)
+def added(x, kind: tl.constexpr):
+    """Some sums of each row of a tile: those of what one thread has of it, so that none waits for another."""
+    OWNERS: tl.constexpr = 4 * kind.across
+    return tl.sum(tl.sum(x.reshape([x.shape[0], x.shape[1] // (2 * OWNERS), OWNERS, 2]), 1), 2)
 
 
 @triton.jit
-def largest(x):
+def largest(x, kind: tl.constexpr):
     """Likewise."""
-    return tl.max(tl.max(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 1), 2)
+    OWNERS: tl.constexpr = 4 * kind.across
+    return tl.max(tl.max(x.reshape([x.shape[0], x.shape[1] // (2 * OWNERS), OWNERS, 2]), 1), 2)
 
 
 @triton.jit
@@ -282,18 +284,18 @@ def weigh(apart, sums, dtype: tl.constexpr, kind: tl.constexpr, END: tl.constexp
         return tl.join(left, right).permute(0, 2, 1).reshape(apart.shape), sums
     else:
         power = tl.exp2(apart)
-        total = sums.total + added(power)
+        total = sums.total + added(power, kind)
         tilt, squares, moved, spread, highest = sums.tilt, sums.squares, sums.moved, sums.spread, sums.highest
         if kind.peak:
-            highest = tl.maximum(highest, largest(apart))
+            highest = tl.maximum(highest, largest(apart, kind))
         if kind.measure >= SUMS:
             if END:
                 apart = tl.where(apart == HIDDEN, 0.0, apart)
-            squares += added(power * power)
-            tilt += added(power * apart)
+            squares += added(power * power, kind)
+            tilt += added(power * apart, kind)
         if kind.measure >= MOMENTS and not kind.summed:
-            moved += added(apart)
-            spread += added(apart * apart)
+            moved += added(apart, kind)
+            spread += added(apart * apart, kind)
         return power.to(dtype), Sums(total, tilt, squares, moved, spread, highest)
 
 
@@ -547,7 +549,7 @@ def forward_kernel(
             # weight stays exact. Not by much: weights of float16 overflow beyond 2¹⁶.
             mean = total / tl.maximum(visible(rows, tl.maximum(at, least), tl.minimum(until, most)), 1.0)
             reference -= tl.minimum(tl.floor(reference - mean), 4.0)
-        zero = tl.zeros([BM, 4], tl.float32)
+        zero = tl.zeros([BM, 4 * kind.across], tl.float32)
         sums, weighted = Sums(zero, zero, zero, zero, zero, zero - float("inf")), state.weighted
         before = tl.cdiv(inner - least, BN)
         ends = before + tl.cdiv(tl.maximum(most - end, 0), BN)

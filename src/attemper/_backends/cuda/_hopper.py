@@ -4,9 +4,10 @@
 A block of threads is one warp that copies (the producer), two or three warpgroups that compute (the consumers), 64
 query rows each, and two warps that write down what was measured (the scribe). The producer takes items, blocks of
 query rows of one head, from a counter in memory until none is left, says what they are in a mailbox, and keeps rings
-of tiles of K and V full. A consumer starts QKᵀ of a tile and PV of the tile before, then takes the softmax; consumers
-start their products in turn, so that while one exponentiates, another multiplies. At the end of an item it starts QKᵀ
-of the next before it writes the output. Its sums it leaves to the scribe, who makes the fields of them meanwhile.
+of tiles of K and V full. A consumer starts QKᵀ of a tile and PV of the tile before, then takes the softmax; mostly they
+start their products in turn, so that while one exponentiates, another multiplies. At the end of an item a consumer
+starts QKᵀ of the next before it writes the output. Its sums it leaves to the scribe, who makes the fields of them
+meanwhile.
 
 The exponent has a fixed reference, per row the largest score of the first tile in which the row sees a key, and nothing
 is ever rescaled. Where that was a bad choice (a later score more than 60 powers of two above) and wherever a number is
@@ -112,7 +113,7 @@ def _next(slot, mail_phase, common, post, who: gl.constexpr, N: gl.constexpr, BO
 def _begin(
     item, tiles, left, stage, phase, q_slot, q_phase, turn_phase, common, turns,
     who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
+    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Let tiles go by that are left of the item before, and start QKᵀ of the first of this one."""
     _, _, _, shape, _, buffers, barriers = common
@@ -122,19 +123,19 @@ def _begin(
     if BOUNDED:
         skipped = left + gl.where(item < shape[5], tiles[1] - tiles[3], 0)
         stage, phase, turn_phase = _pass(
-            skipped, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True
+            skipped, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True, TURNS
         )
     mbarrier.wait(q_full.index(q_slot * CONSUMERS + who), q_phase)
     q = q_tiles.index(q_slot * CONSUMERS + who).reshape([_M, D])
     q_slot, q_phase = _advance(q_slot, q_phase, ITEMS)
     zero = gl.zeros([_M, N], gl.float32, S)
     mbarrier.wait(k_full.index(stage), phase)
-    if VALUES:
+    if TURNS:
         mbarrier.wait(turns.index(who), turn_phase)
         turn_phase ^= 1
     k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    if VALUES:
+    if TURNS:
         mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
     return s, stage, phase, q_slot, q_phase, turn_phase
 
@@ -164,6 +165,9 @@ def _consumer(
     R: gl.constexpr = gl.SliceLayout(1, S)
     # Whether scores are added up, and are not in a table.
     ADD: gl.constexpr = LEVEL >= 3 and not TABLE
+    # In turn, whoever has fewer tiles of an item waits for the others. Where bounds make them differ that costs more
+    # than it gains, but for what needs sums over the weights and no more.
+    TURNS: gl.constexpr = VALUES and not (BOUNDED and (LEVEL == 0 or LEVEL >= 3))
     # Whether the next rows of Q come to where these are, and so no later than can be.
     SOON: gl.constexpr = ITEMS == 1 and not TABLE
     zero = gl.zeros([_M, N], gl.float32, S)
@@ -180,7 +184,7 @@ def _consumer(
     item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, common, post, who, N, BOUNDED)
     s, stage, phase, q_slot, q_phase, turn_phase = _begin(
         item, tiles, 0, stage, phase, q_slot, q_phase, turn_phase, common, turns,
-        who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
+        who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, TURNS,
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
     while item < items:
@@ -215,7 +219,7 @@ def _consumer(
         stage, phase = _advance(stage, phase, STAGES)
         for step in range(1, high - low):
             mbarrier.wait(k_full.index(stage), phase)
-            if VALUES:
+            if TURNS:
                 mbarrier.wait(turns.index(who), turn_phase)
                 turn_phase ^= 1
             k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
@@ -223,27 +227,28 @@ def _consumer(
             if VALUES:
                 mbarrier.wait(v_full.index(v_stage), v_phase)
                 o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
-                mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
+                if TURNS:
+                    mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
             s = warpgroup_mma_wait(1 if VALUES else 0, deps=(s,))
             if SOON and step == high - low - 1:
                 mbarrier.arrive(q_empty.index(of_item))
             tile = high - 1 - step
-            slow = False
             if LEVEL >= 3:
                 opening = _opening(s)
+            clear = True
             if BOUNDED:
-                slow = (tile < free_low) | (tile >= free_high)
-            if BOUNDED and slow:
-                s, reference = _look(s, tile * N, (first, width), reference, c)
-                if ADD:
-                    # Here and there, and not once for both: what fills the time that exponentials take must not lie
-                    # beyond a branch.
+                clear = (tile >= free_low) & (tile < free_high)
+            if ADD:
+                if clear:
+                    weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, True, False)
+                    p = gl.convert_layout(weights, P)
+                else:
+                    s, reference = _look(s, tile * N, (first, width), reference, c)
                     weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, True, True)
                     p = gl.convert_layout(weights, P)
-            elif ADD:
-                weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, True, False)
-                p = gl.convert_layout(weights, P)
-            if not ADD:
+            else:
+                if BOUNDED and not clear:
+                    s, reference = _look(s, tile * N, (first, width), reference, c)
                 weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, False, False)
                 p = gl.convert_layout(weights, P)
             if VALUES:
@@ -301,7 +306,7 @@ def _consumer(
             mbarrier.arrive(q_empty.index(of_item))
         next_s, stage, phase, q_slot, q_phase, turn_phase = _begin(
             item, tiles, low - lowest, stage, phase, q_slot, q_phase, turn_phase, common, turns,
-            who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES,
+            who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, TURNS,
         )  # fmt: skip
 
         if VALUES and not BOUNDED:
@@ -420,6 +425,10 @@ def configuration(head_dim: int, level: int, keys: int, *, bounded: bool, values
     """What measured best."""
     if not values:
         # Whose products are short beside the softmax: while one block waits, the other goes on.
+        if not bounded:
+            # With bounds three consumers have too few registers.
+            stages = 2 if head_dim == 128 else 4
+            return Configuration(resident=2, items=1, consumers=3, keys=64, stages=stages, registers=72, others=40)
         if head_dim == 128:
             return Configuration(resident=2, items=1, consumers=2, keys=64, stages=3, registers=104, others=32)
         return Configuration(resident=2, items=2, consumers=2, keys=64, stages=6, registers=104, others=32)

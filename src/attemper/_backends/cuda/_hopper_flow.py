@@ -118,7 +118,7 @@ def _consumer(
             g = g_tiles.index(who).reshape([_M, D])
             if BOUNDED:
                 stage, phase, _turn = _pass(
-                    highest - high, stage, phase, 0, barriers, q_full, who, CONSUMERS, STAGES, True, False
+                    highest - high, stage, phase, 0, barriers, q_full, who, CONSUMERS, STAGES, True, False, False
                 )
             for step in range(high - low):
                 mbarrier.wait(k_full.index(stage), phase)
@@ -139,7 +139,7 @@ def _consumer(
             mbarrier.arrive(q_empty.index(who))
             if BOUNDED:
                 stage, phase, _turn = _pass(
-                    low - lowest, stage, phase, 0, barriers, q_full, who, CONSUMERS, STAGES, True, False
+                    low - lowest, stage, phase, 0, barriers, q_full, who, CONSUMERS, STAGES, True, False, False
                 )
 
         moved, around, weighed, leaning = sums

@@ -330,13 +330,14 @@ def _producer(
 def _pass(
     tiles, stage, phase, turn_phase, barriers, turns,
     who: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr, BEHIND: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Let tiles go by that other consumers of the item need."""
     _, _, k_full, v_full, empty = barriers
     for _step in range(tiles):
         # A tile that nobody reads must still have arrived before the next takes its place.
         mbarrier.wait(k_full.index(stage), phase)
-        if VALUES and BEHIND:
+        if TURNS:
             mbarrier.wait(turns.index(who), turn_phase)
             turn_phase ^= 1
             mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
@@ -405,7 +406,8 @@ class Configuration(NamedTuple):
     @property
     def launched(self) -> int | None:
         """Registers of every thread at the start, of which the producer's then go to the consumers."""
-        return None if self.resident == 1 else 80
+        warpgroups = self.resident * (self.consumers + 1)
+        return None if self.resident == 1 else 512 // warpgroups // 8 * 8
 
 
 @functools.cache

@@ -61,6 +61,8 @@ class Kind(NamedTuple):
     """Whether all rows of a block that see keys have one of them in common."""
     step: int = 64
     """Columns of a tile that are weighed at a time."""
+    across: int = 1
+    """Warps that share a row of a tile."""
     opens: bool = False
     """Whether every row that sees a key sees the first."""
 
