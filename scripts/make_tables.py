@@ -308,7 +308,7 @@ def cuda_machine_table() -> str:
     versions, rounds = record["versions"], [row["rounds"] for row in rows]
     return (
         f"{record['device']}, torch {versions['torch']}, Triton {versions['triton']}, cuDNN {versions['cudnn']}; "
-        f"medians of {min(rounds)} to {max(rounds)} rounds."
+        f"medians of {min(rounds)}{f' to {max(rounds)}' if max(rounds) > min(rounds) else ''} rounds."
     )
 
 

@@ -6,8 +6,9 @@
 
 `portable` in place of `hopper` runs the kernels that are not for Hopper alone; `hopper 3/12` the fourth of every twelve
 cases. cuDNN is off, so that what is reported is about these kernels. `control` runs none of them, but a kernel in which
-one warp, or two, hand numbers to four others as the producer does its letters, one at a time, with a barrier both ways:
-what racecheck reports of that is about Triton's way of starting warps and about what the tool can see.
+one warp, or two, hand numbers to four others as the producer does its letters, one at a time, with a barrier both ways;
+then the same with a number from each thread of a warp. What racecheck reports of that is about Triton's way of starting
+warps and about what the tool can see.
 """
 
 import argparse
@@ -136,40 +137,40 @@ def cases():
 
 
 @gluon.jit
-def tell(given, WARPS: gl.constexpr):  # noqa: N803
+def tell(given, WARPS: gl.constexpr, COUNT: gl.constexpr):  # noqa: N803
     box, full, empty, _, times = given
     for i in range(times):
         mbarrier.wait(empty.index(0), (i & 1) ^ 1)
-        box.index(0).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])) + i)
+        box.index(0).store(gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [WARPS], [0])) + i)
         mbarrier.arrive(full.index(0))
 
 
 @gluon.jit
-def listen(given):
+def listen(given, COUNT: gl.constexpr):  # noqa: N803
     box, full, empty, heard, times = given
     for i in range(times):
         mbarrier.wait(full.index(0), i & 1)
         number = gl.max(box.index(0).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
         mbarrier.arrive(empty.index(0))
-        gl.store(heard + i, number)
+        gl.store(heard + i, number - (COUNT - 1))
 
 
 @gluon.jit
-def control_kernel(heard, times, WARPS: gl.constexpr):  # noqa: N803
-    box = gl.allocate_shared_memory(gl.int32, [1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def control_kernel(heard, times, WARPS: gl.constexpr, COUNT: gl.constexpr):  # noqa: N803
+    box = gl.allocate_shared_memory(gl.int32, [1, COUNT], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(full.index(0), count=1)
     mbarrier.init(empty.index(0), count=1)
     given = (box, full, empty, heard, times)
-    gl.warp_specialize([(listen, (given,)), (tell, (given, WARPS))], [WARPS], [24])
+    gl.warp_specialize([(listen, (given, COUNT)), (tell, (given, WARPS, COUNT))], [WARPS], [24])
 
 
 def control():
-    for warps in (1, 2):
+    for warps, count in ((1, 1), (2, 1), (1, 32)):
         heard = torch.full((8,), -1, dtype=torch.int32, device="cuda")
-        print(f"numbers from {warps} warp(s)", flush=True)
-        control_kernel[(1,)](heard, len(heard), warps, num_warps=4)
+        print(f"numbers from {warps} warp(s), {count} at a time", flush=True)
+        control_kernel[(1,)](heard, len(heard), warps, count, num_warps=4)
         assert heard.tolist() == list(range(len(heard))), heard
     return 0
 
