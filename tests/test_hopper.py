@@ -502,6 +502,22 @@ class TestMarks:
         assert not Found(hopper, call).agree(call).flags.any()
 
 
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_registers_add_up(hopper, head_dim, bounded, values):
+    """What a multiprocessor has goes to all its warpgroups; the first consumer gets what the others leave."""
+    for level in range(4):
+        for keys in (64, hopper.MANY_KEYS):
+            choice = hopper.configuration(head_dim, level, keys, bounded=bounded, values=values)
+            warpgroups = choice.consumers + 1
+            start = choice.launched or 65536 // (128 * warpgroups) // 8 * 8
+            assert choice.resident * warpgroups * 128 * start <= 65536
+            rest = warpgroups * start - (choice.consumers - 1) * choice.registers - choice.others
+            assert rest == choice.registers
+            assert all(number % 8 == 0 for number in (start, choice.registers, choice.others))
+
+
 def test_what_it_takes(hopper):
     call = call_for(three())
     assert hopper.takes(call)
