@@ -239,6 +239,8 @@ def _consumer(
             if BOUNDED:
                 clear = (tile >= free_low) & (tile < free_high)
             if ADD:
+                # Here and there, and not once for both: what fills the time that exponentials take must not lie beyond
+                # a branch. The frequent case comes first: code behind a jump has to be waited for.
                 if clear:
                     weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, True, False)
                     p = gl.convert_layout(weights, P)
