@@ -1,7 +1,6 @@
 """One operator for every road: it finds its implementation by name, and is there for all who look for it."""
 
 import sys
-from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -67,7 +66,7 @@ def test_a_road_is_found_by_its_name(counted, gradients):
     output, fields = run_on("counted", pose(q, k, v, is_causal=True), choose("all"))
     assert counted.taken == ["forward"]
     assert torch.equal(output, attend(q, k, v, is_causal=True, backend="torch").output)
-    assert set(fields) == ({*_operator.FIELDS, "gradients"} if gradients else {*_operator.FIELDS})
+    assert set(fields) == {*_operator.FIELDS, "gradients"}
     if gradients:
         output.sum().backward()
         assert counted.taken == ["forward", "backward"]
@@ -143,15 +142,13 @@ def test_a_call_that_nobody_sees_is_the_same(name, shape, dtype, auto):
     with Seen() as seen:
         wanted = attend(*given, **options)
     assert seen.names.count("attemper::tiles") == 1
-    # Nothing waits for a backward pass that cannot come.
-    assert got.reading.gradients is None
     assert got.reading.pressure is None
-    wanted = wanted._replace(reading=replace(wanted.reading, gradients=None))
     (one, its), (two, other) = pytree.tree_flatten(got), pytree.tree_flatten(wanted)
     assert its == other
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-        assert a.stride() == b.stride()
+        # What waits for a backward pass that cannot come is one zero, many times.
+        assert a.stride() == b.stride() or (a is got.reading.gradients and a.stride() == (0,))
         assert not a.requires_grad
 
 

@@ -81,8 +81,7 @@ def run_on(
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """The output and the fields of the Reading that `stats` names, with the place for what a backward pass measures.
 
-    There is no such place where no backward pass can come. `road` is the name of a module beside this one that has the
-    functions of `Road`.
+    `road` is the name of a module beside this one that has the functions of `Road`.
     """
     batch = problem.batch
     call = call_of(problem, batch, banded=road == "cuda")
@@ -102,7 +101,11 @@ def run_on(
         if name in stats and (name != "output_norm" or problem.v is not None):
             value = _unfold(found[name], batch)
             fields[name] = value if alone or (differentiable and name in DIFFERENTIABLE) else value.detach()
-    if not (alone or stats.isdisjoint(AFTER_BACKWARD)):
+    if not stats.isdisjoint(AFTER_BACKWARD):
+        if alone:
+            # No backward pass can come: zeros like those that would wait for one, of which only one is written.
+            zero = _per_head(0.0, call.wide, call.q.device)
+            found["gradients"] = zero.view(1).expand(gradient_size(call.q, stats))
         fields["gradients"] = found["gradients"].detach()
     return None if problem.v is None else _unfold(found["output"], batch), fields
 
