@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -101,6 +102,18 @@ class TestSplits:
         assert _launch.splits_for(1, 4096, 128, cpu) > 1
         assert _launch.splits_for(1, 512, 128, cpu) == 1  # too few keys
         assert _launch.splits_for(4, 4096, 128, cpu) == 1  # enough rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("queries", [1, 40, 140])
+def test_tiles_of_every_size(queries, dim, dtype):
+    operands = three(queries, 150, dim, dtype=dtype)
+    found, right = triton_attend(*operands), attend(*wide(operands), backend="reference")
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.output.double(), right.output, rtol=tolerance, atol=tolerance)
+    # The norm is that of an output by rounded weights.
+    fields_agree(replace(found.reading, output_norm=None), right.reading)
 
 
 class TestReady:

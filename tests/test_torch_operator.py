@@ -1,7 +1,7 @@
 """One operator for every road: it finds its implementation by name, and is there for all who look for it."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -153,15 +153,16 @@ def test_a_call_that_nobody_sees_is_the_same(name, shape, dtype, auto):
 
 
 class TestNumbersOnAGPU:
-    """They are written once; here on the CPU, which is as good for it."""
+    """They are written once; here on the CPU, with a clock of our own."""
 
     @pytest.fixture(autouse=True)
-    def none(self, monkeypatch):
+    def gpu(self, monkeypatch):
+        gpu = SimpleNamespace(capturing=False, done=True)
+        event = SimpleNamespace(query=lambda: gpu.done)
         monkeypatch.setattr(_operator, "_ON_GPU", {})
-        self.capture(monkeypatch, False)
-
-    def capture(self, monkeypatch, yes):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: yes)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: event))
+        return gpu
 
     def number(self, x=0.125, dtype=torch.float32):
         found = _operator._on_gpu(x, dtype, torch.device("cpu"))
@@ -171,22 +172,34 @@ class TestNumbersOnAGPU:
         return found
 
     def test_once(self):
-        assert self.number() is self.number()
+        assert self.number() is self.number() is self.number()
         assert self.number(0.25) is not self.number()
         self.number(dtype=torch.float64)
+
+    def test_when_it_is_there(self, gpu):
+        gpu.done = False
+        first = self.number()
+        assert self.number() is not first
+        gpu.done = True
+        assert self.number() is first
+        # What was there stays, whoever asks.
+        gpu.done = False
+        gpu.capturing = True
+        assert self.number() is first
 
     def test_for_whoever_comes_later(self):
         with torch.inference_mode():
             self.number()
         assert not self.number().is_inference()
 
-    def test_not_what_a_graph_writes(self, monkeypatch):
-        self.capture(monkeypatch, True)
+    def test_not_what_a_graph_writes(self, gpu):
+        gpu.capturing = True
+        captured = self.number()
+        gpu.capturing = False
+        assert captured is not self.number()
+        # Nor may a graph ask whether something is there.
+        gpu.capturing = True
         assert self.number() is not self.number()
-        self.capture(monkeypatch, False)
-        known = self.number()
-        self.capture(monkeypatch, True)
-        assert self.number() is known
 
     def test_not_without_end(self, monkeypatch):
         monkeypatch.setattr(_operator, "MOST_NUMBERS", 2)
@@ -194,6 +207,7 @@ class TestNumbersOnAGPU:
             self.number(x)
         assert len(_operator._ON_GPU) == 2
         assert self.number(2.0) is self.number(2.0)
+        assert self.number(3.0) is not self.number(3.0)
 
 
 def test_whoever_looks_sees_the_operator(monkeypatch, auto):

@@ -104,7 +104,7 @@ def run_on(
     if not stats.isdisjoint(AFTER_BACKWARD):
         if alone:
             # No backward pass can come: zeros like those that would wait for one, of which only one is written.
-            zero = _per_head(0.0, call.wide, call.q.device)
+            zero = _number(0.0, call.wide, call.q.device)
             found["gradients"] = zero.view(1).expand(gradient_size(call.q, stats))
         fields["gradients"] = found["gradients"].detach()
     return None if problem.v is None else _unfold(found["output"], batch), fields
@@ -205,8 +205,10 @@ def _fold_mask(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 def _per_head(x: Any, wide: torch.dtype, device: torch.device) -> Tensor:
     """(1, heads), or (1, 1) for one number."""
-    if isinstance(x, Tensor):
-        return x.to(wide).reshape(1, -1)
+    return x.to(wide).reshape(1, -1) if isinstance(x, Tensor) else _number(x, wide, device)
+
+
+def _number(x: float, wide: torch.dtype, device: torch.device) -> Tensor:
     if torch.compiler.is_compiling() or not -1e38 < x < 1e38:
         # torch.full would have the number baked into a compiled graph, and refuse one that overflows.
         return torch.ones((1, 1), dtype=wide, device=device).mul(x)
@@ -215,19 +217,26 @@ def _per_head(x: Any, wide: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((1, 1), x, dtype=wide, device=device)
 
 
-_ON_GPU: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+_ON_GPU: dict[tuple[float, torch.dtype, torch.device], tuple[Tensor, Any]] = {}
+"""Numbers, and events that say when they were written; None once that is known."""
 MOST_NUMBERS = 256
 
 
 def _on_gpu(x: float, wide: torch.dtype, device: torch.device) -> Tensor:
     """A number that stays on the GPU: to write it anew takes a kernel, and short calls notice that."""
-    known = _ON_GPU.get((x, wide, device))
-    if known is not None:
-        return known
-    # What a graph writes is there only once it is replayed. None is ever let go: another stream may still read it.
-    if len(_ON_GPU) == MOST_NUMBERS or torch.cuda.is_current_stream_capturing():
-        return torch.full((1, 1), x, dtype=wide, device=device)
-    with torch.inference_mode(False):
-        # From the host, which waits until it is there, for every stream.
-        known = _ON_GPU[x, wide, device] = torch.tensor([[x]], dtype=wide).to(device)
-    return known
+    key = x, wide, device
+    capturing = torch.cuda.is_current_stream_capturing
+    if key not in _ON_GPU:
+        with torch.inference_mode(False):
+            number = torch.full((1, 1), x, dtype=wide, device=device)
+        # What a graph writes is there only once it is replayed. None is ever let go: another stream may still read it.
+        if len(_ON_GPU) < MOST_NUMBERS and not capturing():
+            _ON_GPU[key] = number, torch.cuda.current_stream(device).record_event()
+        return number
+    number, written = _ON_GPU[key]
+    if written is not None:
+        if capturing() or not written.query():
+            # Not there yet for every stream, as far as one may know.
+            return torch.full((1, 1), x, dtype=wide, device=device)
+        _ON_GPU[key] = number, None
+    return number

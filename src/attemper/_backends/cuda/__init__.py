@@ -3,7 +3,8 @@
     _tile     who the rows of a block are, what they see, what a mask does to a tile
     _forward  output and statistics      _backward  gradients
     _moments  mean and spread of the scores of long calls, beside either kernel
-    _hopper   output and statistics of simple calls, for Hopper GPUs, fed by _hopper_supply
+    _hopper   output and statistics of simple calls, for Hopper GPUs: _hopper_supply feeds it, _hopper_tile is what it
+              does with a tile of scores, _hopper_scribe writes down what it measured
     _cudnn    gradients of simple calls       _flow, _hopper_flow  what is measured beside them
     _launch   from a call to kernels          _ready     launches without looking at every argument again
 

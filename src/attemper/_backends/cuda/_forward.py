@@ -257,17 +257,22 @@ HIDDEN: tl.constexpr = tl.constexpr(-1e30)
 
 
 @triton.jit
+def by_thread(x, kind: tl.constexpr):
+    """The columns of a tile by the thread that has them: its second and last axis are one thread's."""
+    THREADS: tl.constexpr = 4 * kind.across
+    return x.reshape([x.shape[0], x.shape[1] // (2 * THREADS), THREADS, 2])
+
+
+@triton.jit
 def added(x, kind: tl.constexpr):
     """Some sums of each row of a tile: those of what one thread has of it, so that none waits for another."""
-    OWNERS: tl.constexpr = 4 * kind.across
-    return tl.sum(tl.sum(x.reshape([x.shape[0], x.shape[1] // (2 * OWNERS), OWNERS, 2]), 1), 2)
+    return tl.sum(tl.sum(by_thread(x, kind), 1), 2)
 
 
 @triton.jit
 def largest(x, kind: tl.constexpr):
     """Likewise."""
-    OWNERS: tl.constexpr = 4 * kind.across
-    return tl.max(tl.max(x.reshape([x.shape[0], x.shape[1] // (2 * OWNERS), OWNERS, 2]), 1), 2)
+    return tl.max(tl.max(by_thread(x, kind), 1), 2)
 
 
 @triton.jit

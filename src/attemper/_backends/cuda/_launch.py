@@ -218,7 +218,7 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         summed=summed,
         copied=copied,
         step=32 if tile.keys > 64 else tile.keys,
-        across=max(1, 16 * tile.warps // tile.rows),
+        across=max(1, min(16 * tile.warps // tile.rows, tile.keys // 8)),
         shared=splits == 1 and _share_a_key(call, tile.rows),
         opens=splits == 1 and _begins_at_first_key(call),
     )
