@@ -181,7 +181,8 @@ ours = {}
 
 def counted(function):
     def call(*args, **kwargs):
-        ours[function.__name__] = ours.get(function.__name__, 0) + 1
+        name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
+        ours[name] = ours.get(name, 0) + 1
         return function(*args, **kwargs)
 
     return call
@@ -204,7 +205,7 @@ def main():
     if kernels == "portable":
         _launch._gluon = lambda _name: None  # noqa: SLF001
     else:
-        for name, function in (("_hopper", "forward"), ("_hopper_flow", "flow")):
+        for name, function in (("_hopper", "forward"), ("_hopper_to_queries", "run"), ("_hopper_to_keys", "run")):
             module = _launch._gluon(name)  # noqa: SLF001
             assert module is not None, "there is no Gluon here"
             setattr(module, function, counted(getattr(module, function)))

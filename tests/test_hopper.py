@@ -13,12 +13,12 @@ from attemper import attend, read
 pytest.importorskip("triton.experimental.gluon")
 from gluon_emulator import DeadlockError, Emulator, GluonError, RaceError
 from gluon_emulator import gl as here
+from hopper_cases import call_for, close, draw, in_float64, registers_add_up, three
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attemper._backends._operator import COUNTS, Call, call_of, empty_output
+from attemper._backends._operator import COUNTS, empty_output
 from attemper._backends.cuda import _cudnn, _launch, _moments
-from attemper._problem import pose
 
 FIELDS = (
     "logsumexp",
@@ -53,86 +53,6 @@ def emulator(request):
 @pytest.fixture
 def hopper(emulator):
     return emulator.load("attemper._backends.cuda._hopper")
-
-
-def draw(seed, *shape, dtype=torch.bfloat16):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def three(queries=200, keys=300, dim=64, *, heads=2, kv_heads=None, batch=1, dtype=torch.bfloat16):
-    kv_heads = heads if kv_heads is None else kv_heads
-    return (
-        draw(1, batch, heads, queries, dim, dtype=dtype),
-        draw(2, batch, kv_heads, keys, dim, dtype=dtype),
-        draw(3, batch, kv_heads, keys, dim, dtype=dtype),
-    )
-
-
-def call_for(operands, **options):
-    """A call as the operator gets it on a GPU; without values for (q, k)."""
-    q, k, v = (*operands, None)[:3]
-    problem = pose(q, k, v, **options)
-    return call_of(problem, problem.batch, banded=True)
-
-
-def in_float64(call: Call):
-    """Output and fields by the formula, and which rows see a key."""
-    queries, keys = call.q.shape[2], call.k.shape[2]
-    k = call.k.double().repeat_interleave(call.group, 1)
-    scores = call.q.double() @ k.mT * call.scale.double()[..., None, None]
-    row, key = torch.arange(queries)[:, None], torch.arange(keys)
-    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
-    if call.band is not None:
-        seen = seen & (key >= row + call.band[0]) & (key < row + call.band[1])
-    if call.first is not None:
-        seen = seen & (key >= call.first[:, None, :, None])
-    if call.stop is not None:
-        seen = seen & (key < call.stop[:, None, :, None])
-    seen = seen.expand(scores.shape)
-    there = seen.any(-1)
-    hidden = scores.masked_fill(~seen, -math.inf)
-    logsumexp = hidden.logsumexp(-1)
-    weights = torch.where(there[..., None], hidden.softmax(-1), 0.0)
-    shown = scores.masked_fill(~seen, 0.0)
-    count = seen.sum(-1).clamp(min=1)
-    mean = shown.sum(-1) / count
-    std = (((shown - mean[..., None]).square() * seen).sum(-1) / count).sqrt()
-    expected = (weights * shown).sum(-1)
-    entropy = torch.where(there, logsumexp - expected, 0.0)
-    fields = {
-        "logsumexp": logsumexp,
-        "max_logit": hidden.amax(-1),
-        "largest_weight": weights.amax(-1),
-        "expected_score": expected,
-        "entropy": entropy,
-        "collision": weights.square().sum(-1),
-        "score_mean": mean,
-        "score_std": std,
-        "max_qk": hidden.amax(-1),
-        "first_key_weight": weights.gather(-1, seen.double().argmax(-1, keepdim=True)).squeeze(-1),
-        "sink_mass": torch.zeros_like(mean),
-        "visible_keys": seen.sum(-1).double(),
-        "nonfinite": torch.zeros_like(mean),
-    }
-    if call.sinks is not None:
-        sinks = call.sinks.double()[..., None]
-        fields["sink_mass"] = torch.where(sinks > -math.inf, torch.sigmoid(sinks - logsumexp), 0.0)
-    output = None
-    if call.v is not None:
-        # What is not finite is marked where it is seen, and must not matter elsewhere.
-        output = weights @ call.v.double().nan_to_num(0.0, 0.0, 0.0).repeat_interleave(call.group, 1)
-        if call.sinks is not None:
-            output = output * torch.sigmoid(logsumexp - call.sinks.double()[..., None])[..., None]
-        fields["output_norm"] = output.norm(dim=-1)
-    return output, fields, there
-
-
-def close(found, right, *, rtol, atol, name=""):
-    """Near, and nearer than zeros would be."""
-    assert found.shape == right.shape
-    torch.testing.assert_close(found.double(), right, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")
-    largest = right[right.isfinite()].abs().max() if right.isfinite().any() else 0.0
-    assert not largest or largest > 10 * (atol + rtol * largest), name
 
 
 class Found:
@@ -506,16 +426,9 @@ class TestMarks:
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_registers_add_up(hopper, head_dim, bounded, values):
-    """What a multiprocessor has goes to all its warpgroups; the first consumer gets what the others leave."""
     for level in range(4):
         for keys in (64, hopper.MANY_KEYS):
-            choice = hopper.configuration(head_dim, level, keys, bounded=bounded, values=values)
-            warpgroups = choice.consumers + 1
-            start = choice.launched or 65536 // (128 * warpgroups) // 8 * 8
-            assert choice.resident * warpgroups * 128 * start <= 65536
-            rest = warpgroups * start - (choice.consumers - 1) * choice.registers - choice.others
-            assert rest == choice.registers
-            assert all(number % 8 == 0 for number in (start, choice.registers, choice.others))
+            registers_add_up(hopper.configuration(head_dim, level, keys, bounded=bounded, values=values))
 
 
 def test_what_it_takes(hopper):
@@ -537,59 +450,6 @@ def test_what_it_takes(hopper):
         call._replace(k=call.k.mT.contiguous().mT),
     ):
         assert not hopper.takes(other)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def flow_in_float64(call, grad):
-    """Var_p[dP] / Var[dP] of each row over the keys that it sees, and what the kernel is given."""
-    output, fields, _ = in_float64(call)
-    weights = torch.exp(
-        call.q.double() @ call.k.double().repeat_interleave(call.group, 1).mT * call.scale.double()[..., None, None]
-        - fields["logsumexp"][..., None]
-    )
-    queries, keys = weights.shape[2:]
-    row, key = torch.arange(queries)[:, None], torch.arange(keys)
-    seen = torch.ones(queries, keys, dtype=torch.bool)
-    if call.band is not None:
-        seen = (key >= row + call.band[0]) & (key < row + call.band[1])
-    weights = weights.masked_fill(~seen, 0.0)
-    pushed = grad.double() @ call.v.double().repeat_interleave(call.group, 1).mT
-    pull = (grad.double() * output).sum(-1)
-    under = (weights * (pushed - pull[..., None]).square()).sum(-1)
-    count = seen.sum(-1)
-    mean = pushed.masked_fill(~seen, 0.0).sum(-1) / count
-    spread = ((pushed - mean[..., None]).square() * seen).sum(-1) / count
-    return torch.where(spread > 0, under / spread, math.nan), pull, fields
-
-
-FLOWS = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "causal, bottom-right": {"is_causal": True, "query_offset": "bottom-right"},
-    "a window": {"window": (140, 20)},
-    "a scale": {"scale": 0.4},
-    "rows without keys": {"window": (3, 40), "query_offset": 250},
-}
-
-
-@pytest.mark.parametrize("name", FLOWS)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kv_heads", [1, 2])
-def test_gradient_flow(emulator, name, head_dim, kv_heads):
-    flow = emulator.load("attemper._backends.cuda._hopper_flow")
-    call = call_for(three(200, 330, head_dim, kv_heads=kv_heads, batch=2), enable_gqa=True, **FLOWS[name])
-    grad = draw(7, 2, 200, 2, head_dim).transpose(1, 2)
-    right, pull, fields = flow_in_float64(call, grad)
-    found = torch.full(call.q.shape[:-1], -7.0)
-    assert flow.takes(call, grad)
-    # In use it follows from an output that was rounded, and is no more than near the mean.
-    given = (x.float() for x in (pull + 0.5, fields["max_logit"], fields["largest_weight"]))
-    flow.flow(call, grad, *given, found)
-    assert torch.equal(found.isnan(), right.isnan())
-    there = right.isfinite()
-    close(found[there], right[there], rtol=2e-3, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -714,7 +574,7 @@ from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from attemper._backends._operator import call_of
 from attemper._backends._operator import COUNTS
-from attemper._backends.cuda import _hopper, _hopper_flow
+from attemper._backends.cuda import _hopper, _hopper_to_keys, _hopper_to_queries
 from attemper._problem import pose
 
 target = GPUTarget("cuda", 90, 32)
@@ -741,7 +601,7 @@ def launch(kernel, programs, arguments, *, form, **options):
     assert made.verify()
     print("compiled")
 
-for module in (_hopper, _hopper_flow):
+for module in (_hopper, _hopper_to_queries, _hopper_to_keys):
     module.launch = launch
     module.processors = lambda device: 1
 torch.cuda.device = lambda device: contextlib.nullcontext()
@@ -761,7 +621,10 @@ for head_dim, causal, values, names in (
     fields = {name: rows.long() if name in COUNTS else rows for name in names if values or name != "output_norm"}
     _hopper.forward(call, torch.zeros_like(q) if values else None, None, fields, torch.zeros(5, dtype=torch.int32))
     if values:
-        _hopper_flow.flow(call, q, rows, rows, rows, rows)
+        of_rows = _hopper_to_queries.Rows(rows, rows, rows)
+        for gradient, flow in ((None, rows), (q, rows), (q, None)):
+            _hopper_to_queries.run(call, q, of_rows, gradient, flow, torch.zeros(5, dtype=torch.int32))
+        _hopper_to_keys.run(call, q, of_rows, q, q, torch.zeros(5, dtype=torch.int32))
 """
 
 
@@ -770,7 +633,7 @@ def test_the_compiler_takes_them():
     env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 10
+    assert done.stdout.count("compiled") == 22
 
 
 # ---------------------------------------------------------------------------------------------------------------------

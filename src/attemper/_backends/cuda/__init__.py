@@ -5,7 +5,8 @@
     _moments  mean and spread of the scores of long calls, beside either kernel
     _hopper   output and statistics of simple calls, for Hopper GPUs: _hopper_supply feeds it, _hopper_tile is what it
               does with a tile of scores, _hopper_scribe writes down what it measured
-    _cudnn    gradients of simple calls       _flow, _hopper_flow  what is measured beside them
+    _hopper_to_queries, _hopper_to_keys  gradients of simple calls, for Hopper GPUs
+    _cudnn    the same by cuDNN               _flow      what is measured beside it
     _launch   from a call to kernels          _ready     launches without looking at every argument again
 
 Triton's interpreter runs them on the CPU too (TRITON_INTERPRET=1), for their tests.

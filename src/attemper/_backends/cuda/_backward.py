@@ -245,18 +245,51 @@ def visit_keys(
 
 
 @triton.jit
+def is_over(marks, begin, count, SPAN: tl.constexpr):
+    """Whether of some blocks none is marked: mostly so, and then this has to be over at once."""
+    mine = begin + tl.arange(0, SPAN)
+    return tl.max(tl.load(marks + mine, mask=mine < count, other=0), 0) == 0
+
+
+@triton.jit
 def to_queries_kernel(
     q, k, v, grad, to_q, to_mask, flow, along, first, stop, scale, softcap, constants, masked, dropped, sizes,
     kind: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    to_queries(
+        program // sizes.blocks, sizes.blocks - 1 - program % sizes.blocks, q, k, v, grad, to_q, to_mask, flow, along,
+        first, stop, scale, softcap, constants, masked, dropped, sizes, kind,
+    )  # fmt: skip
+
+
+@triton.jit
+def marked_to_queries_kernel(
+    q, k, v, grad, to_q, to_mask, flow, along, first, stop, scale, softcap, constants, masked, dropped, sizes, marks,
+    count, kind: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Of some blocks of rows those that are marked."""
+    begin = tl.program_id(0) * SPAN
+    if is_over(marks, begin, count, SPAN):
+        return
+    for block in tl.range(begin, tl.minimum(begin + SPAN, count)):
+        if tl.load(marks + block) != 0:
+            to_queries(
+                block // sizes.blocks, block % sizes.blocks, q, k, v, grad, to_q, to_mask, flow, along, first, stop,
+                scale, softcap, constants, masked, dropped, sizes, kind,
+            )  # fmt: skip
+
+
+@triton.jit
+def to_queries(
+    unit, turn, q, k, v, grad, to_q, to_mask, flow, along, first, stop, scale, softcap, constants, masked, dropped,
+    sizes, kind: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of query rows, with what its pressure and gradient flow are made of."""
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
     DV: tl.constexpr = kind.value_depth
-    program = tl.program_id(0)
-    turn = sizes.blocks - 1 - program % sizes.blocks
-    unit = program // sizes.blocks
     batch, head = unit // sizes.heads, unit % sizes.heads
     k_head = head // sizes.group
     rows = rows_of_head(turn * BM, batch, head, first, stop, sizes, BM, kind.bounded)
@@ -364,12 +397,39 @@ def to_keys_kernel(
     q, k, v, grad, to_k, to_v, ranges, first, stop, scale, softcap, constants, masked, dropped, sizes,
     kind: tl.constexpr,
 ):  # fmt: skip
+    to_keys(
+        tl.program_id(0), q, k, v, grad, to_k, to_v, ranges, first, stop, scale, softcap, constants, masked, dropped,
+        sizes, kind,
+    )  # fmt: skip
+
+
+@triton.jit
+def marked_to_keys_kernel(
+    q, k, v, grad, to_k, to_v, ranges, first, stop, scale, softcap, constants, masked, dropped, sizes, marks, count,
+    kind: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Of some tiles of keys those that are marked."""
+    begin = tl.program_id(0) * SPAN
+    if is_over(marks, begin, count, SPAN):
+        return
+    for tile in tl.range(begin, tl.minimum(begin + SPAN, count)):
+        if tl.load(marks + tile) != 0:
+            to_keys(
+                tile, q, k, v, grad, to_k, to_v, ranges, first, stop, scale, softcap, constants, masked, dropped,
+                sizes, kind,
+            )  # fmt: skip
+
+
+@triton.jit
+def to_keys(
+    program, q, k, v, grad, to_k, to_v, ranges, first, stop, scale, softcap, constants, masked, dropped, sizes,
+    kind: tl.constexpr,
+):  # fmt: skip
     """The gradients of a tile of keys and values, from all query rows of the heads that share them."""
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
     DV: tl.constexpr = kind.value_depth
-    program = tl.program_id(0)
     tiles = tl.cdiv(sizes.keys, BN)
     start = program % tiles * BN
     unit = program // tiles

@@ -27,7 +27,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -50,7 +49,6 @@ from ._hopper_scribe import (
     _TURNED,
     _desk,
     _keep,
-    _log2,
     _scribe,
 )
 from ._hopper_supply import (
@@ -65,6 +63,8 @@ from ._hopper_supply import (
     Configuration,
     _advance,
     _bounds,
+    _give,
+    _log2,
     _of_head,
     _open,
     _pass,
@@ -83,9 +83,6 @@ from ._ready import copyable, launch
 if TYPE_CHECKING:
     from .._operator import Call
     from ._moments import KeySums
-
-# Renamed in Triton 3.9.
-_copy_out = getattr(tma, "async_store" if hasattr(tma, "async_store") else "async_copy_shared_to_global")
 
 FIELDS = (
     "logsumexp", "max_logit", "largest_weight", "expected_score", "entropy", "collision", "output_norm", "score_mean",
@@ -338,10 +335,7 @@ def _consumer(
                 places += gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, A)), 0)
                 gl.store(start + places, o, mask=gl.expand_dims(_there(wide_rows, queries), 1))
             tma.store_wait(0)
-            o_tiles.index(who).reshape([_M, D]).store(o.to(DTYPE))
-            fence_async_shared()
-            # Rows before the first, unlike those beyond the last, would be an illegal instruction.
-            _copy_out(o_desc, [batch, head, gl.where(row < 0, queries, row), 0], o_tiles.index(who))
+            _give(o.to(DTYPE), o_desc, batch, head, gl.where(row < 0, queries, row), o_tiles.index(who))
         else:
             mbarrier.arrive(pile_full.index(who))
         s = warpgroup_mma_wait(0, deps=(next_s,))

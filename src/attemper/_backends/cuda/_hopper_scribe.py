@@ -10,9 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ._hopper_supply import _LETTER, _LETTERS, _M, _advance, _bounds, _of_head, _open, _read, _there
+from ._hopper_supply import _LETTER, _LETTERS, _LN_2, _M, _advance, _bounds, _log2, _of_head, _open, _read, _there
 
-_LN_2 = gl.constexpr(0.6931471805599453)
 _REFERENCE_LIMIT = gl.constexpr(2.0**70)
 _SUM_LIMIT = gl.constexpr(2.0**60)
 _FAR_MEAN = gl.constexpr(2.0**10)
@@ -37,12 +36,6 @@ _TURNED = gl.constexpr(9)
 _SINKS = gl.constexpr(1 << 15)
 _SINKS_PER_BATCH = gl.constexpr(1 << 18)
 _SINKS_PER_HEAD = gl.constexpr(1 << 19)
-
-
-@gluon.jit
-def _log2(x):
-    """Of numbers far from 0 and infinity, to 22 bits behind the point."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

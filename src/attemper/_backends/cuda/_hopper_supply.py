@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ._ready import strides_of
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # They were renamed in Triton 3.9.
 _copy_in = getattr(tma, "async_load" if hasattr(tma, "async_load") else "async_copy_global_to_shared")
+_copy_out = getattr(tma, "async_store" if hasattr(tma, "async_store") else "async_copy_shared_to_global")
 
 ROWS = 64
 """Query rows of a consumer, which are flagged together."""
@@ -31,6 +32,7 @@ _CACHED_BYTES = 32 << 20
 """K and V of the heads that are worked on together: what stays in the L2 cache of 50 MiB."""
 _M = gl.constexpr(ROWS)
 _LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
 _FARTHEST = gl.constexpr(2**30)
 """Beyond all keys: the least of nothing."""
 # Bits of `choices`; all others up to 19 are those of `_hopper`.
@@ -47,7 +49,13 @@ _LETTERS = gl.constexpr(4)
 
 
 @gluon.jit
-def _place(item, blocks, pairs, together, BOUNDED: gl.constexpr):
+def _log2(x):
+    """Of numbers far from 0 and infinity, to 22 bits behind the point."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _place(item, blocks, pairs, together, BOUNDED: gl.constexpr, UPWARD: gl.constexpr):
     """Which (batch, head) and which block of rows an item is."""
     if BOUNDED:
         # Causal rows see the more keys the later they are: those first, so that nobody ends with a long item alone, but
@@ -55,7 +63,10 @@ def _place(item, blocks, pairs, together, BOUNDED: gl.constexpr):
         group = item // (together * blocks)
         size = gl.minimum(together, pairs - group * together)
         rest = item - group * together * blocks
-        return group * together + rest % size, blocks - 1 - rest // size
+        block = rest // size
+        if not UPWARD:
+            block = blocks - 1 - block
+        return group * together + rest % size, block
     return item // blocks, item % blocks
 
 
@@ -147,18 +158,24 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _announce(
-    item, common, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
+    item, common, mail, letter,
+    CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr, UPWARD: gl.constexpr = False,
 ):  # fmt: skip
-    """Write the letter of an item: which tiles of keys it needs, and between which of them nothing is hidden."""
+    """Write the letter of an item: which tiles of keys it needs, and between which of them nothing is hidden.
+
+    With UPWARD it is the first rows that see most under a causal mask, not the last.
+    """
     scale_ptr, limits, sizes, shape, choices, _, _ = common
     heads, _, blocks, pairs, together, items = shape
     # Beyond the last item there is one more letter, which says so.
-    pair, block = _place(gl.minimum(item, items - 1), blocks, pairs, together, BOUNDED)
+    pair, block = _place(gl.minimum(item, items - 1), blocks, pairs, together, BOUNDED, UPWARD)
     batch = pair // heads
     head = pair % heads
-    # A block that is not full is the first, which under a causal mask has least to do; consumers without rows have
-    # those before the first row.
-    row = block * (CONSUMERS * _M) - (blocks * (CONSUMERS * _M) - sizes[0]) // _M * _M
+    row = block * (CONSUMERS * _M)
+    if not UPWARD:
+        # A block that is not full is the one which under a causal mask has least to do: here the first, and consumers
+        # without rows have those before the first row.
+        row -= (blocks * (CONSUMERS * _M) - sizes[0]) // _M * _M
     c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
     lowest = 0
     highest = gl.cdiv(sizes[1], N)
@@ -348,6 +365,26 @@ def _pass(
             mbarrier.wait(v_full.index(stage), phase)
         stage, phase = _advance(stage, phase, STAGES)
     return stage, phase, turn_phase
+
+
+@gluon.jit
+def _give(x, desc, batch, head, row, tile):
+    """Have the copy engine write 64 rows, by way of a tile that it has read what was in it before.
+
+    `row` must not lie before the first, which would be an illegal instruction.
+    """
+    tile.reshape([_M, x.shape[1]]).store(x)
+    fence_async_shared()
+    _copy_out(desc, [batch, head, row, 0], tile)
+
+
+@gluon.jit
+def _flag(flags, x, row, rows):
+    """Store 1 for 64 rows, of so many of a head, that have a number which is not finite."""
+    worst = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    mine = row + gl.arange(0, _M, worst.type.layout)
+    flag = flags + row // _M + gl.zeros_like(worst)
+    gl.store(flag, gl.full_like(worst, 1), mask=_there(mine, rows) & (worst >= 0x7F800000))
 
 
 @gluon.jit

@@ -15,7 +15,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._operator import COUNTS, Call, Saved, Upstream, empty, empty_gradient, empty_output, over_shared
 from . import _cudnn, _moments
-from ._backward import Constants, pull_kernel, to_keys_kernel, to_queries_kernel
+from ._backward import (
+    Constants,
+    marked_to_keys_kernel,
+    marked_to_queries_kernel,
+    pull_kernel,
+    to_keys_kernel,
+    to_queries_kernel,
+)
 from ._flow import dots_kernel, flow_kernel
 from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
 from ._ready import MOST, copyable, form_of, launch, strides_of
@@ -410,16 +417,17 @@ def _dots(call: Call, left: Tensor, right: Tensor, found: Tensor) -> None:
 def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) -> None:
     """The gradient flow of a plain call into `flow`; `pull` is ⟨dO, O⟩ of each row."""
     batch, heads, queries, _ = call.q.shape
-    rows = pull, saved.max_logit.contiguous(), saved.largest_weight.contiguous()
-    hopper = _gluon("_hopper_flow")
+    rows = saved.max_logit.contiguous(), saved.largest_weight.contiguous(), pull
+    hopper = _gluon("_hopper_to_queries")
     if hopper is not None and hopper.takes(call, grad):
-        hopper.flow(call, grad, *rows, flow)
+        counter = torch.zeros(1, dtype=torch.int32, device=grad.device)
+        hopper.run(call, grad, hopper.Rows(*rows), None, flow, counter)
         return
     tile = Tiling(64, 64, 4, 2)
     sizes = _sizes(call, triton.cdiv(queries, tile.rows))
     kind = _kind(call, tile, measure=1, values=True)
     matrices = (matrix_of(x, call) for x in (call.q, call.k, call.v, grad))
-    arguments = (*matrices, flow, *rows, *_bounds(call), call.scale, sizes, kind)
+    arguments = (*matrices, flow, pull, *rows[:2], *_bounds(call), call.scale, sizes, kind)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(flow_kernel, batch * heads * sizes.blocks, arguments, **options)
 
@@ -474,10 +482,54 @@ def _gradients(
     q, k, v = (matrix_of(x, call) for x in (call.q, call.k, call.v))
     for_mask = Masked(along, 0, 0, 0, 0) if to_mask is None else Masked(to_mask, *_shared(to_mask))
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-    for_queries = (q, k, v, arriving, matrix_of(to_q, call), for_mask, flow, along, *shared, kind)
-    launch(to_queries_kernel, batch * heads * blocks, for_queries, **options)
-    for_keys = (q, k, v, arriving, matrix_of(to_k, call), matrix_of(to_v, call), ranges, *shared, kind)
-    launch(to_keys_kernel, batch * kv_heads * triton.cdiv(keys, tile.keys), for_keys, **options)
+    for_queries = (q, k, v, arriving, matrix_of(to_q, call), for_mask, flow, along, *shared)
+    for_keys = (q, k, v, arriving, matrix_of(to_k, call), matrix_of(to_v, call), ranges, *shared)
+    of_queries, of_keys = batch * heads * blocks, batch * kv_heads * triton.cdiv(keys, tile.keys)
+    marks = None
+    if grad is not None and not extra:
+        marks = _by_hopper(
+            call, grad, constants, (of_queries, of_keys), to_q, to_k, to_v, flow if kind.measure else None
+        )
+    if marks is None:
+        launch(to_queries_kernel, of_queries, (*for_queries, kind), **options)
+        launch(to_keys_kernel, of_keys, (*for_keys, kind), **options)
+        return
+    for again, given, mark, count in (
+        (marked_to_queries_kernel, for_queries, marks[0], of_queries),
+        (marked_to_keys_kernel, for_keys, marks[1], of_keys),
+    ):
+        launch(again, triton.cdiv(count, SPAN), (*given, mark, count, kind, SPAN), **options)
+    if kind.measure:
+        _dots(call, call.q, to_q, along)
+        along /= call.scale.to(call.wide)[..., None]
+
+
+def _by_hopper(
+    call: Call,
+    grad: Tensor,
+    constants: Constants,
+    blocks: tuple[int, int],
+    to_q: Tensor,
+    to_k: Tensor,
+    to_v: Tensor,
+    flow: Tensor | None,
+) -> list[Tensor] | None:
+    """The gradients and the flow of a plain call, with marks for blocks of 64 queries or keys that are not right.
+
+    None if the call is not for the kernels for Hopper.
+    """
+    for_queries, for_keys = _gluon("_hopper_to_queries"), _gluon("_hopper_to_keys")
+    if for_queries is None or not all(copyable(x) for x in (to_q, to_k, to_v)):
+        return None
+    grad = grad if copyable(grad) else grad.contiguous()
+    if not for_queries.takes(call, grad):
+        return None
+    # Each has a number more, by which the kernel counts.
+    marks = [torch.zeros(count + 1, dtype=torch.int32, device=grad.device) for count in blocks]
+    rows = for_queries.Rows(constants.max_logit, constants.peak, constants.pull)
+    for_queries.run(call, grad, rows, to_q, flow, marks[0])
+    for_keys.run(call, grad, rows, to_k, to_v, marks[1])
+    return marks
 
 
 def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:

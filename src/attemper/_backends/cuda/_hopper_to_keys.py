@@ -1,0 +1,331 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,attr-defined,operator"
+"""What flows back to keys and values on Hopper GPUs: their gradients, from all query rows that see them.
+
+As in `_hopper`, whose letters and rings these are, with the parts exchanged: a consumer has 64 keys, and tiles of 64
+query rows go by, those of Q and of dO together. With scores turned round, a key to a row, P and dS lie where the
+products want their left side,
+
+    dV += Pᵀ·dO,    dK += dSᵀ·Q,    dS = P∘(dP − pull),    dPᵀ = V·dOᵀ,
+
+and all that is known of a query row (the logarithm of its sum, its pull) is a number per column, which the producer
+leaves in shared memory beside the tile. Nothing is added up in an order that changes from run to run. 64 keys with a
+gradient that is not finite are flagged, and somebody else has to compute them again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ._hopper_supply import (
+    _BAND,
+    _LETTER,
+    _LETTERS,
+    _LN_2,
+    _LOG2_E,
+    _M,
+    ROWS,
+    Configuration,
+    _advance,
+    _announce,
+    _copy_in,
+    _flag,
+    _give,
+    _log2,
+    _open,
+    _pass,
+    _read,
+    _rings,
+    _send_queries,
+    described,
+    processors,
+    scale_choices,
+    together_in_cache,
+)
+from ._hopper_tile import _halves, _joined, _shown
+from ._ready import launch
+
+if TYPE_CHECKING:
+    from .._operator import Call
+    from ._hopper_to_queries import Rows
+
+
+@gluon.jit
+def _send_rows(batch, head, row, stage, phase, sizes, rows_in, lines, inputs, buffers, barriers, STAGES: gl.constexpr):
+    """Copy a tile of Q and of dO into the rings once there is room, and what is known of their rows beside it."""
+    max_ptr, peak_ptr, pull_ptr, heads = rows_in
+    of_rows, rows_full = lines
+    _, q_desc, g_desc, _, _, _ = inputs
+    _, q_tiles, g_tiles = buffers
+    _, _, q_full, g_full, empty = barriers
+    rows = row + gl.arange(0, _M, gl.BlockedLayout([2], [32], [1], [0]))
+    there = rows < sizes[1]
+    at = (batch * heads + head).to(gl.int64) * sizes[1] + rows
+    largest = gl.load(max_ptr + at, mask=there, other=0.0)
+    peak = gl.load(peak_ptr + at, mask=there, other=0.0)
+    pull = gl.load(pull_ptr + at, mask=there, other=0.0)
+    mbarrier.wait(empty.index(stage), phase)
+    mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
+    _copy_in(q_desc, [batch, head, row, 0], q_full.index(stage), q_tiles.index(stage))
+    mbarrier.expect(g_full.index(stage), g_desc.block_type.nbytes)
+    _copy_in(g_desc, [batch, head, row, 0], g_full.index(stage), g_tiles.index(stage))
+    # Where there is no row, or one that sees nothing, all weights are 0.
+    logsumexp = gl.where(peak == 0, float("inf"), largest * _LOG2_E - _log2(peak))
+    of_rows.index(2 * stage).store(logsumexp)
+    of_rows.index(2 * stage + 1).store(pull)
+    mbarrier.arrive(rows_full.index(stage))
+    return _advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _producer(
+    supply, CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """Announce an item, then send its keys and values, and all tiles of rows of all heads that share them."""
+    common, post, inputs, counter, rows_in, lines = supply
+    _, _, sizes, shape, _, buffers, barriers = common
+    mail, mail_full, mail_empty = post
+    ratio = shape[1]
+    items = shape[5]
+    stage = 0
+    phase = 1
+    k_slot = 0
+    k_phase = 1
+    slot = 0
+    mail_phase = 1
+    item = gl.program_id(0)
+    last = False
+    while not last:
+        mbarrier.wait(mail_empty.index(slot), mail_phase)
+        lowest, highest, batch, kv_head, key = _announce(
+            item, common, mail, slot * _LETTER, CONSUMERS, N, BOUNDED, True
+        )
+        mbarrier.arrive(mail_full.index(slot))
+        slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
+        last = item >= items
+        if item < items:
+            k_slot, k_phase = _send_queries(
+                batch, kv_head, key, k_slot, k_phase, inputs, buffers, barriers, 1, CONSUMERS, True
+            )
+            for member in range(ratio):
+                for step in range(highest - lowest):
+                    stage, phase = _send_rows(
+                        batch, kv_head * ratio + member, (highest - 1 - step) * N, stage, phase, sizes, rows_in, lines,
+                        inputs, buffers, barriers, STAGES,
+                    )  # fmt: skip
+            item = gl.atomic_add(counter, 1) + gl.num_programs(0)
+
+
+@gluon.jit
+def _columns(numbers, start: gl.constexpr, like):
+    """Numbers for the columns of a part of a tile, which begins at one of them."""
+    part = numbers.slice(start, like.shape[1])
+    return gl.expand_dims(part.load(gl.SliceLayout(0, like.type.layout)), 0)
+
+
+@gluon.jit
+def _weights(s, c, numbers, start: gl.constexpr):
+    """P of a tile. Some columns at a time, and so are their numbers: for all of them there are no registers."""
+    if s.shape[1] > 16:
+        left, right = _halves(s)
+        middle: gl.constexpr = start + s.shape[1] // 2
+        return _joined(_weights(left, c, numbers, start), _weights(right, c, numbers, middle))
+    else:
+        return gl.exp2(s * c - _columns(numbers, start, s))
+
+
+@gluon.jit
+def _pushed(p, off, numbers, start: gl.constexpr):
+    """DS of a tile, likewise."""
+    if p.shape[1] > 16:
+        p_left, p_right = _halves(p)
+        left, right = _halves(off)
+        middle: gl.constexpr = start + p.shape[1] // 2
+        return _joined(_pushed(p_left, left, numbers, start), _pushed(p_right, right, numbers, middle))
+    else:
+        return p * (off - _columns(numbers, start, p))
+
+
+@gluon.jit
+def _consumer(
+    given,
+    who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    BOUNDED: gl.constexpr,
+):  # fmt: skip
+    common, post, lines, results, v_tiles = given
+    _, limits, sizes, shape, _, buffers, barriers = common
+    mail, mail_full, mail_empty = post
+    of_rows, rows_full = lines
+    to_k_desc, to_v_desc, out_tiles, flags = results
+    keys, queries = sizes
+    kv_heads = shape[0]
+    ratio = shape[1]
+    items = shape[5]
+    k_tiles, q_tiles, g_tiles = buffers
+    k_full, k_empty, q_full, g_full, empty = barriers
+    DTYPE: gl.constexpr = k_tiles.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    zero = gl.zeros([_M, N], gl.float32, S)
+    stage = 0
+    phase = 0
+    k_phase = 0
+    slot = 0
+    mail_phase = 0
+    mbarrier.wait(mail_full.index(0), mail_phase)
+    item = _read(mail, 0)
+    while item < items:
+        tiles, place, c = _open(mail, slot * _LETTER, who, queries, N, BOUNDED)
+        lowest, highest, low, high, free_low, free_high, _stop, _blank = tiles
+        batch, kv_head, key = place
+        mbarrier.arrive(mail_empty.index(slot))
+        slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
+
+        # The query rows that see a key. Of rows beyond the last all weights are 0 anyway.
+        first = key + limits[2] + gl.arange(0, _M, R)
+        width = gl.full([_M], 0, gl.int32, R) + (limits[3] - limits[2])
+        to_k = gl.zeros([_M, D], gl.float32, A)
+        to_v = gl.zeros([_M, D], gl.float32, A)
+        mbarrier.wait(k_full.index(who), k_phase)
+        k_phase ^= 1
+        k = k_tiles.index(who).reshape([_M, D])
+        v = v_tiles.index(who).reshape([_M, D])
+        for member in range(ratio):
+            if BOUNDED:
+                stage, phase, _turn = _pass(
+                    highest - high, stage, phase, 0, barriers, k_full, who, CONSUMERS, STAGES, True, False, False
+                )
+            for step in range(high - low):
+                mbarrier.wait(q_full.index(stage), phase)
+                q = q_tiles.index(stage).reshape([N, D])
+                s = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(g_full.index(stage), phase)
+                g = g_tiles.index(stage).reshape([N, D])
+                off = warpgroup_mma(v, g.permute((1, 0)), zero, use_acc=False, is_async=True)
+                mbarrier.wait(rows_full.index(stage), phase)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                tile = high - 1 - step
+                if BOUNDED:
+                    if (tile < free_low) | (tile >= free_high):
+                        s = _shown(s, tile * N, first, width)
+                p = gl.convert_layout(_weights(s, c, of_rows.index(2 * stage), 0), S)
+                to_v = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P), g, to_v, is_async=True)
+                off = warpgroup_mma_wait(1, deps=(off,))
+                pushed = _pushed(p, off, of_rows.index(2 * stage + 1), 0)
+                to_k = warpgroup_mma(gl.convert_layout(pushed.to(DTYPE), P), q, to_k, is_async=True)
+                # Left under way, they would need registers that the next products want.
+                to_k, to_v = warpgroup_mma_wait(0, deps=(to_k, to_v))
+                mbarrier.arrive(empty.index(stage))
+                stage, phase = _advance(stage, phase, STAGES)
+            if member == ratio - 1:
+                mbarrier.arrive(k_empty.index(who))
+            if BOUNDED:
+                stage, phase, _turn = _pass(
+                    low - lowest, stage, phase, 0, barriers, k_full, who, CONSUMERS, STAGES, True, False, False
+                )
+
+        mine = flags + (batch * kv_heads + kv_head).to(gl.int64) * gl.cdiv(keys, _M)
+        _flag(mine, to_v, key, keys)
+        tma.store_wait(0)
+        _give(to_v.to(DTYPE), to_v_desc, batch, kv_head, key, out_tiles.index(who))
+        to_k *= c * _LN_2
+        _flag(mine, to_k, key, keys)
+        _give(to_k.to(DTYPE), to_k_desc, batch, kv_head, key, out_tiles.index(CONSUMERS + who))
+        mbarrier.wait(mail_full.index(slot), mail_phase)
+        item = _read(mail, slot * _LETTER)
+    tma.store_wait(0)
+
+
+_NUMBERS = ("queries", "keys", "low", "high", "kv_heads", "ratio", "blocks", "pairs", "together", "items", "choices")
+_POINTERS = ("scale_ptr", "max_ptr", "peak_ptr", "pull_ptr", "flags", "counter")
+
+
+@gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
+def _kernel(
+    q_desc, k_desc, v_desc, g_desc, to_k_desc, to_v_desc, scale_ptr, max_ptr, peak_ptr, pull_ptr, flags, counter,
+    queries, keys, low, high, kv_heads, ratio, blocks, pairs, together, items, choices,
+    CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, OTHERS: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    buffers, barriers, post = _rings(k_desc, q_desc, g_desc, 1, CONSUMERS, D, N, STAGES, True, CONSUMERS)
+    v_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, 1, 1, _M, D], v_desc.layout)
+    out_tiles = gl.allocate_shared_memory(k_desc.dtype, [2 * CONSUMERS, 1, 1, _M, D], to_k_desc.layout)
+    of_rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(rows_full.index(i), count=1)
+    # Who sees whom, the other way round: a key sees the rows that see it.
+    sizes = (keys, queries)
+    limits = (scale_ptr, scale_ptr, 1 - high, 1 - low)
+    shape = (kv_heads, ratio, blocks, pairs, together, items)
+    common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
+    inputs = (k_desc, q_desc, g_desc, v_desc, v_tiles, k_desc)
+    lines = (of_rows, rows_full)
+    results = (to_k_desc, to_v_desc, out_tiles, flags)
+    given = (common, post, lines, results, v_tiles)
+    supply = (common, post, inputs, counter, (max_ptr, peak_ptr, pull_ptr, kv_heads * ratio), lines)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_producer, (supply, CONSUMERS, N, STAGES, BOUNDED)),
+            ],
+            [4, 1],
+            [REGISTERS, OTHERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED)),
+                (_producer, (supply, CONSUMERS, N, STAGES, BOUNDED)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, OTHERS],
+        )
+
+
+def configuration(head_dim: int) -> Configuration:
+    """What fits: by registers three consumers of head_dim 64, two of 128."""
+    if head_dim == 128:
+        return Configuration(resident=1, items=1, consumers=2, keys=64, stages=3, registers=232, others=40)
+    return Configuration(resident=1, items=1, consumers=3, keys=64, stages=4, registers=160, others=32)
+
+
+def run(call: Call, grad: Tensor, rows: Rows, to_k: Tensor, to_v: Tensor, flags: Tensor) -> None:
+    """Fill the gradients of k and v, which the copy engine has to take, of a call that `_hopper_to_queries` takes.
+
+    Where one of the flags, one per 64 keys of each (batch, head), comes out as 1, both have to be computed again by
+    other means. They come as zeros, with one number more at their end, by which the kernel counts.
+    """
+    q, k, v = call.q, call.k, call.v
+    assert v is not None
+    batch, kv_heads, keys, head_dim = k.shape
+    queries = q.shape[2]
+    choice = configuration(head_dim)
+    scale = call.scale.contiguous()
+    choices = scale_choices(scale)
+    low, high = (0, 0) if call.band is None else call.band
+    if call.band is not None:
+        choices |= _BAND.value
+    pairs, blocks = batch * kv_heads, -(-keys // (choice.consumers * ROWS))
+    with torch.cuda.device(q.device):
+        bounded = call.band is not None
+        arguments = (
+            described(q, choice.keys), described(k, ROWS), described(v, ROWS), described(grad, choice.keys),
+            described(to_k, ROWS), described(to_v, ROWS), scale, *rows, flags, flags[-1:],
+            queries, keys, low, high, kv_heads, call.group, blocks, pairs, together_in_cache(call), pairs * blocks,
+            choices, choice.consumers, head_dim, choice.keys, choice.stages, choice.registers, choice.others, bounded,
+        )  # fmt: skip
+        form = (q.dtype, head_dim, bounded, scale.dtype, q.device)
+        programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
+        launch(_kernel, programs, arguments, form=form, num_warps=4)
