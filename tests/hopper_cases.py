@@ -28,11 +28,9 @@ def call_for(operands, **options):
     return call_of(problem, problem.batch, banded=True)
 
 
-def in_float64(call: Call):
-    """Output and fields by the formula, and which rows see a key."""
+def seen_in(call: Call):
+    """Which keys each row sees, (batch or 1, 1, queries, keys)."""
     queries, keys = call.q.shape[2], call.k.shape[2]
-    k = call.k.double().repeat_interleave(call.group, 1)
-    scores = call.q.double() @ k.mT * call.scale.double()[..., None, None]
     row, key = torch.arange(queries)[:, None], torch.arange(keys)
     seen = torch.ones(1, 1, queries, keys, dtype=torch.bool)
     if call.band is not None:
@@ -41,7 +39,14 @@ def in_float64(call: Call):
         seen = seen & (key >= call.first[:, None, :, None])
     if call.stop is not None:
         seen = seen & (key < call.stop[:, None, :, None])
-    seen = seen.expand(scores.shape)
+    return seen
+
+
+def in_float64(call: Call):
+    """Output and fields by the formula, and which rows see a key."""
+    k = call.k.double().repeat_interleave(call.group, 1)
+    scores = call.q.double() @ k.mT * call.scale.double()[..., None, None]
+    seen = seen_in(call).expand(scores.shape)
     there = seen.any(-1)
     hidden = scores.masked_fill(~seen, -math.inf)
     logsumexp = hidden.logsumexp(-1)

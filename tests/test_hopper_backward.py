@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon")
 from gluon_emulator import Emulator, RaceError
-from hopper_cases import call_for, close, draw, in_float64, registers_add_up, three
+from hopper_cases import call_for, close, draw, in_float64, registers_add_up, seen_in, three
 
 from attemper import attend
 from attemper._backends.cuda import _launch
@@ -21,6 +21,9 @@ MASKS = {
     "a narrow window": {"window": (30, 0)},
     "a scale": {"scale": 0.4},
     "rows without keys": {"window": (3, 40), "query_offset": 250},
+    "sinks": {"sinks": torch.tensor([0.5, 3.0]), "is_causal": True},
+    "lengths": {"key_lengths": torch.tensor([70, 330])},
+    "lengths, causal": {"key_lengths": torch.tensor([100, 150]), "is_causal": True},
 }
 
 
@@ -35,24 +38,37 @@ def in_full(call, grad):
     output, fields, _ = in_float64(call)
     leaves = [x.double().requires_grad_() for x in (call.q, call.k, call.v)]
     q, k, v = leaves[0], *(x.repeat_interleave(call.group, 1) for x in leaves[1:])
-    queries, keys = q.shape[2], k.shape[2]
-    row, key = torch.arange(queries)[:, None], torch.arange(keys)
-    seen = torch.ones(queries, keys, dtype=torch.bool)
-    if call.band is not None:
-        seen = (key >= row + call.band[0]) & (key < row + call.band[1])
+    seen = seen_in(call)
     scores = (q @ k.mT * call.scale.double()[..., None, None]).masked_fill(~seen, -math.inf)
     weights = torch.where(seen, scores - fields["logsumexp"][..., None], -math.inf).exp()
+    passing = (1 - fields["sink_mass"])[..., None]
     # The gradient of the softmax by its formula: of a row that sees nothing autograd has NaN.
     pushed = grad.double() @ v.mT
     pull = (grad.double() * output).sum(-1)
-    to_scores = weights * (pushed - pull[..., None]) * call.scale.double()[..., None, None]
-    found = to_scores @ k, to_scores.mT @ q, weights.mT @ grad.double()
+    to_scores = passing * weights * (pushed - pull[..., None]) * call.scale.double()[..., None, None]
+    found = to_scores @ k, to_scores.mT @ q, (passing * weights).mT @ grad.double()
     gradients = torch.autograd.grad((q, k, v), leaves, found)
     count = seen.sum(-1)
     mean = pushed.masked_fill(~seen, 0.0).sum(-1) / count
     spread = ((pushed - mean[..., None]).square() * seen).sum(-1) / count
-    under = (weights * (pushed - pull[..., None]).square()).sum(-1)
+    under = (weights * (pushed - (weights * pushed).sum(-1, keepdim=True)).square()).sum(-1)
     return gradients, torch.where(spread > 0, under / spread, math.nan).detach(), pull, fields
+
+
+def ranges_of(call):
+    """Which keys any and all of 64 rows see, for each entry of the batch."""
+    keys = call.k.shape[2]
+    seen = seen_in(call)[:, 0].expand(call.q.shape[0], -1, -1)
+    count = seen.sum(-1)
+    low = seen.int().argmax(-1)
+    found = [
+        (rows[:, 0][any_].min().item() if any_.any() else keys, (rows.sum(-1)[any_]).max().item() if any_.any() else 0,
+         rows[:, 0].max().item(), rows.sum(-1).min().item())
+        for entry in torch.stack((low, count), -1)
+        for rows in entry.split(64)
+        for any_ in [rows[:, 1] > 0]
+    ]  # fmt: skip
+    return torch.tensor(found, dtype=torch.int32).flatten()
 
 
 class Found:
@@ -61,7 +77,8 @@ class Found:
     def __init__(self, emulator, call, grad, *, shift=0.0, measured=True, gradient=True):
         to_queries = emulator.load(HERE + "_hopper_to_queries")
         self.right, self.right_flow, pull, fields = in_full(call, grad)
-        given = (fields["max_logit"], fields["largest_weight"], pull + shift)
+        share = fields["largest_weight"] * (1 - fields["sink_mass"])
+        given = (fields["max_logit"], fields["largest_weight"], share, pull + shift)
         rows = to_queries.Rows(*(x.float() for x in given))
         assert to_queries.takes(call, grad)
         self.flow = torch.full(call.q.shape[:-1], -7.0) if measured else None
@@ -71,7 +88,7 @@ class Found:
         )
         to_queries.run(call, grad, rows, self.q if gradient else None, self.flow, self.q_flags)
         if gradient:
-            emulator.load(HERE + "_hopper_to_keys").run(call, grad, rows, self.k, self.v, self.k_flags)
+            emulator.load(HERE + "_hopper_to_keys").run(call, grad, rows, ranges_of(call), self.k, self.v, self.k_flags)
 
     @property
     def flagged(self):
@@ -142,6 +159,27 @@ def test_registers(emulator, head_dim):
     registers_add_up(emulator.load(HERE + "_hopper_to_keys").configuration(head_dim))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(emulator, causal):
+    starts = torch.tensor([0, 70, 71, 300, 420])
+    call = call_for(three(420, 420, heads=2, kv_heads=1), cu_seqlens=starts, is_causal=causal, enable_gqa=True)
+    assert call.first is not None
+    found = Found(emulator, call, arriving(call))
+    found.agree()
+    found.agree_in_flow()
+
+
+def test_rows_of_which_no_run_sees_a_key(emulator):
+    """Bounds may be any: rows that see a key need not follow each other."""
+    call = call_for(three(300, 300, heads=1), key_lengths=torch.tensor([300]))
+    draw_from = torch.Generator().manual_seed(4)
+    first = torch.randint(0, 250, (1, 300), generator=draw_from)
+    stop = first + torch.randint(0, 60, (1, 300), generator=draw_from)
+    first[0, 64:128], stop[0, 64:128] = 0, 300
+    call = call._replace(first=first, stop=stop, band=None)
+    Found(emulator, call, arriving(call)).agree()
+
+
 def test_float16(emulator):
     call = call_for(three(dtype=torch.float16), is_causal=True)
     Found(emulator, call, arriving(call)).agree()
@@ -173,6 +211,19 @@ def test_operands_as_they_lie(emulator):
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     call = call_for((q, k, v), is_causal=True)
     Found(emulator, call, arriving(call)).agree()
+
+
+def test_what_they_take(emulator):
+    takes = emulator.load(HERE + "_hopper_to_queries").takes
+    call = call_for(three())
+    grad = arriving(call)
+    assert takes(call, grad)
+    assert not takes(call, grad.float())
+    assert not takes(call, grad.mT.contiguous().mT)
+    for scale in (0.0, -0.1, torch.tensor([0.1, 0.2])):
+        assert not takes(call_for(three(), scale=scale), grad)
+    for options in ({"softcap": 3.0}, {"attn_mask": torch.ones(200, 300)}, {"dropout_p": 0.1, "seed": 1}):
+        assert not takes(call_for(three(), **options), grad)
 
 
 class TestFlags:
@@ -280,7 +331,16 @@ class TestAttend:
         close(reading.pressure / size, right_reading.pressure / size, rtol=2e-2, atol=2e-2)
 
     @pytest.mark.parametrize(
-        "options", [{}, {"is_causal": True}, {"window": (70, 0), "scale": 0.2}, {"is_causal": True, "enable_gqa": True}]
+        "options",
+        [
+            {},
+            {"is_causal": True},
+            {"window": (70, 0), "scale": 0.2},
+            {"is_causal": True, "enable_gqa": True},
+            {"sinks": torch.tensor([1.0, -2.0])},
+            {"key_lengths": torch.tensor([90])},
+            {"cu_seqlens": torch.tensor([0, 60, 150]), "is_causal": True},
+        ],
     )
     def test_gradients_flow_and_pressure(self, emulator, options):
         operands = three(150, 150, heads=2, kv_heads=1 if "enable_gqa" in options else 2)
@@ -322,11 +382,12 @@ class TestAttend:
             assert (one.double() - other).norm() < 2e-2 * other.norm()
 
     @pytest.mark.parametrize(
-        "options", [{"sinks": torch.zeros(2)}, {"softcap": 5.0}, {"scale": torch.tensor([0.1, 0.2])}]
+        "options",
+        [{"attn_mask": torch.ones(150, 150).tril().bool()}, {"softcap": 5.0}, {"scale": torch.tensor([0.1, 0.2])}],
     )
     def test_what_is_for_the_other_kernels(self, emulator, options):
         operands = three(150, 150)
         (found, _), (right, _) = self.both(operands, draw(7, 1, 2, 150, 64), **options)
-        assert len(emulator.launches) == ("softcap" not in options)
+        assert len(emulator.launches) == ("scale" in options)
         for one, other in zip(found, right, strict=True):
             assert (one.double() - other).norm() < 2e-2 * other.norm()

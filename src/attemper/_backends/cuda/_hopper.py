@@ -52,13 +52,10 @@ from ._hopper_scribe import (
     _scribe,
 )
 from ._hopper_supply import (
-    _BAND,
     _DTYPES,
-    _FIRST_PER_BATCH,
     _LETTER,
     _LETTERS,
     _M,
-    _STOP_PER_BATCH,
     ROWS,
     Configuration,
     _advance,
@@ -73,6 +70,7 @@ from ._hopper_supply import (
     _rings,
     _there,
     described,
+    limits_of,
     processors,
     scale_choices,
     together_in_cache,
@@ -460,16 +458,6 @@ def takes(call: Call) -> bool:
     )
 
 
-def _rows(x: Tensor | None, default: int, call: Call) -> Tensor:
-    """Bounds as the kernel reads them: (batch or 1, queries), one after the other."""
-    queries = call.q.shape[2]
-    if x is None:
-        return torch.full((1, queries), default, dtype=torch.int64, device=call.q.device)
-    if x.shape[0] > 1 and x.stride(0) == 0:
-        x = x[:1]
-    return x.to(call.q.device).expand(x.shape[0], queries).contiguous()
-
-
 def forward(
     call: Call,
     output: Tensor | None,
@@ -500,23 +488,16 @@ def forward(
     keys = k.shape[2]
     # Four kernels: what everybody needs, what a gradient needs, sums over the weights, and over the scores too.
     level = max((_LEVELS[name] for name in fields), default=0)
-    band = call.band
-    bounded = band is not None or call.first is not None or call.stop is not None
-    choice = configuration(head_dim, level, keys, bounded=bounded, values=v is not None)
-    low, high = (0, 0) if band is None else band
+    limits = limits_of(call, flags)
+    choice = configuration(head_dim, level, keys, bounded=limits.bounded, values=v is not None)
     scale = call.scale.contiguous()
     sinks = scale if call.sinks is None else call.sinks.contiguous()
-    first = stop = flags
-    if bounded and band is None:
-        first, stop = _rows(call.first, 0, call), _rows(call.stop, keys, call)
-    choices = scale_choices(scale) + sum(1 << bit for bit, name in enumerate(FIELDS) if name in fields)
+    choices = scale_choices(scale) | limits.choices
+    choices |= sum(1 << bit for bit, name in enumerate(FIELDS) if name in fields)
     for there, bit in (
         (call.sinks is not None, _SINKS),
         (sinks.shape[0] > 1, _SINKS_PER_BATCH),
         (sinks.shape[1] > 1, _SINKS_PER_HEAD),
-        (band is not None, _BAND),
-        (bounded and band is None and first.shape[0] > 1, _FIRST_PER_BATCH),
-        (bounded and band is None and stop.shape[0] > 1, _STOP_PER_BATCH),
     ):
         choices |= bit.value if there else 0
     pairs = batch * heads
@@ -532,8 +513,8 @@ def forward(
             k_desc if sums is None else described(sums.tables, choice.keys),
             scale,
             sinks,
-            first,
-            stop,
+            limits.first,
+            limits.stop,
             scale if wide is None else wide,
             scale if sums is None else sums.means,
             *(fields.get(name, flags if name in COUNTS else scale) for name in FIELDS),
@@ -541,8 +522,8 @@ def forward(
             flags[-1:],
             queries,
             keys,
-            low,
-            high,
+            limits.low,
+            limits.high,
             heads,
             call.group,
             blocks,
@@ -557,7 +538,7 @@ def forward(
             choice.stages,
             choice.registers,
             choice.others,
-            bounded,
+            limits.bounded,
             v is not None,
             level,
             sums is not None,
@@ -565,8 +546,8 @@ def forward(
         )
         # Bounds that are not there are stood in for by something of another type.
         form = (
-            q.dtype, head_dim, bounded, v is None, level, choice, sums is None, wide is None, first.dtype, scale.dtype,
-            sinks.dtype, q.device,
+            q.dtype, head_dim, limits.bounded, v is None, level, choice, sums is None, wide is None, limits.first.dtype,
+            scale.dtype, sinks.dtype, q.device,
         )  # fmt: skip
         programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
         launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=choice.launched)

@@ -55,8 +55,8 @@ def _log2(x):
 
 
 @gluon.jit
-def _place(item, blocks, pairs, together, BOUNDED: gl.constexpr, UPWARD: gl.constexpr):
-    """Which (batch, head) and which block of rows an item is."""
+def _place(item, blocks, pairs, together, BOUNDED: gl.constexpr, UPWARD: gl.constexpr = False):
+    """Which (batch, head) and which block of rows an item is; with UPWARD the first blocks come first."""
     if BOUNDED:
         # Causal rows see the more keys the later they are: those first, so that nobody ends with a long item alone, but
         # only as many heads at a time as the cache holds.
@@ -157,25 +157,31 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _announce(
-    item, common, mail, letter,
-    CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr, UPWARD: gl.constexpr = False,
-):  # fmt: skip
-    """Write the letter of an item: which tiles of keys it needs, and between which of them nothing is hidden.
+def _address(mail, letter, item, lowest, highest, batch, head, row, c):
+    """What a letter says to all."""
+    _write(mail, letter, item)
+    _write(mail, letter + 1, lowest)
+    _write(mail, letter + 2, highest)
+    _write(mail, letter + 3, batch)
+    _write(mail, letter + 4, head)
+    _write(mail, letter + 5, row)
+    _write(mail, letter + 6, c.to(gl.int32, bitcast=True))
 
-    With UPWARD it is the first rows that see most under a causal mask, not the last.
-    """
+
+@gluon.jit
+def _announce(
+    item, common, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """Write the letter of an item: which tiles of keys it needs, and between which of them nothing is hidden."""
     scale_ptr, limits, sizes, shape, choices, _, _ = common
     heads, _, blocks, pairs, together, items = shape
     # Beyond the last item there is one more letter, which says so.
-    pair, block = _place(gl.minimum(item, items - 1), blocks, pairs, together, BOUNDED, UPWARD)
+    pair, block = _place(gl.minimum(item, items - 1), blocks, pairs, together, BOUNDED)
     batch = pair // heads
     head = pair % heads
-    row = block * (CONSUMERS * _M)
-    if not UPWARD:
-        # A block that is not full is the one which under a causal mask has least to do: here the first, and consumers
-        # without rows have those before the first row.
-        row -= (blocks * (CONSUMERS * _M) - sizes[0]) // _M * _M
+    # A block that is not full is the first, which under a causal mask has least to do; consumers without rows have
+    # those before the first row.
+    row = block * (CONSUMERS * _M) - (blocks * (CONSUMERS * _M) - sizes[0]) // _M * _M
     c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
     lowest = 0
     highest = gl.cdiv(sizes[1], N)
@@ -202,13 +208,7 @@ def _announce(
             highest = gl.maximum(highest, high)
         highest = gl.maximum(highest, 1)
         lowest = gl.minimum(lowest, highest - 1)
-    _write(mail, letter, item)
-    _write(mail, letter + 1, lowest)
-    _write(mail, letter + 2, highest)
-    _write(mail, letter + 3, batch)
-    _write(mail, letter + 4, head)
-    _write(mail, letter + 5, row)
-    _write(mail, letter + 6, c.to(gl.int32, bitcast=True))
+    _address(mail, letter, item, lowest, highest, batch, head, row, c)
     return lowest, highest, batch, head, row
 
 
@@ -477,3 +477,38 @@ def scale_choices(scale: Tensor) -> int:
     """The bits of `choices` about the scale."""
     bits = (scale.shape[0] > 1, _SCALE_PER_BATCH), (scale.shape[1] > 1, _SCALE_PER_HEAD)
     return sum(bit.value for there, bit in bits if there)
+
+
+class Limits(NamedTuple):
+    """Which keys the rows of a call see, as the kernels are told."""
+
+    first: Tensor
+    """From which key on, (batch or 1, queries); anything where there is a band, or nothing is hidden."""
+    stop: Tensor
+    low: int
+    high: int
+    choices: int
+    """The bits of `choices` about this."""
+    bounded: bool
+
+
+def limits_of(call: Call, anything: Tensor) -> Limits:
+    """Of a call."""
+    if call.band is not None:
+        low, high = call.band
+        return Limits(anything, anything, low, high, _BAND.value, bounded=True)
+    if call.first is None and call.stop is None:
+        return Limits(anything, anything, 0, 0, 0, bounded=False)
+    first, stop = _rows(call.first, 0, call), _rows(call.stop, call.k.shape[2], call)
+    bits = (first.shape[0] > 1, _FIRST_PER_BATCH), (stop.shape[0] > 1, _STOP_PER_BATCH)
+    return Limits(first, stop, 0, 0, sum(bit.value for many, bit in bits if many), bounded=True)
+
+
+def _rows(x: Tensor | None, default: int, call: Call) -> Tensor:
+    """Bounds as the kernels read them: (batch or 1, queries), one after the other."""
+    queries = call.q.shape[2]
+    if x is None:
+        return torch.full((1, queries), default, dtype=torch.int64, device=call.q.device)
+    if x.shape[0] > 1 and x.stride(0) == 0:
+        x = x[:1]
+    return x.to(call.q.device).expand(x.shape[0], queries).contiguous()

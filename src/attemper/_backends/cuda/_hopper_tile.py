@@ -44,16 +44,22 @@ def _added(x, sums):
 
 
 @gluon.jit
+def _within(s, distance, width):
+    """The scores of keys, which are so far from the first that is seen; _HIDDEN beyond a width."""
+    # One unsigned comparison for both ends. Of a plain one LLVM makes vectors of bits, and takes them apart again.
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fF1800000, p; }", "=f,f,r,r",
+        [s, distance, width], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _shown(s, start, first, width):
     """The scores of keys from a start on, _HIDDEN for those that their row does not see."""
     rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
     keys = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     distance = gl.expand_dims(keys, 0) - gl.expand_dims(gl.convert_layout(first, rows), 1)
-    # One unsigned comparison for both ends. Of a plain one LLVM makes vectors of bits, and takes them apart again.
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.lt.u32 p, $2, $3; selp.f32 $0, $1, 0fF1800000, p; }", "=f,f,r,r",
-        [s, distance, gl.expand_dims(gl.convert_layout(width, rows), 1)], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
+    return _within(s, distance, gl.expand_dims(gl.convert_layout(width, rows), 1))
 
 
 @gluon.jit

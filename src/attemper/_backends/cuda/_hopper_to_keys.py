@@ -7,9 +7,9 @@ products want their left side,
 
     dV += Pᵀ·dO,    dK += dSᵀ·Q,    dS = P∘(dP − pull),    dPᵀ = V·dOᵀ,
 
-and all that is known of a query row (the logarithm of its sum, its pull) is a number per column, which the producer
-leaves in shared memory beside the tile. Nothing is added up in an order that changes from run to run. 64 keys with a
-gradient that is not finite are flagged, and somebody else has to compute them again.
+and all that is known of a query row (the logarithm of its sum, its pull, which keys it sees) are numbers per column,
+which the producer leaves in shared memory beside the tile. Nothing is added up in an order that changes from run to
+run. 64 keys with a gradient that is not finite are flagged, and somebody else has to compute them again.
 """
 
 from __future__ import annotations
@@ -23,31 +23,38 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ._hopper_supply import (
-    _BAND,
+    _FARTHEST,
     _LETTER,
     _LETTERS,
     _LN_2,
     _LOG2_E,
     _M,
+    _SCALE_PER_BATCH,
+    _SCALE_PER_HEAD,
     ROWS,
     Configuration,
+    _address,
     _advance,
-    _announce,
+    _bounds,
     _copy_in,
     _flag,
     _give,
     _log2,
+    _of_head,
     _open,
     _pass,
+    _place,
     _read,
     _rings,
     _send_queries,
+    _write,
     described,
+    limits_of,
     processors,
     scale_choices,
     together_in_cache,
 )
-from ._hopper_tile import _halves, _joined, _shown
+from ._hopper_tile import _halves, _joined, _within
 from ._ready import launch
 
 if TYPE_CHECKING:
@@ -56,28 +63,102 @@ if TYPE_CHECKING:
 
 
 @gluon.jit
-def _send_rows(batch, head, row, stage, phase, sizes, rows_in, lines, inputs, buffers, barriers, STAGES: gl.constexpr):
+def _announce(
+    item, common, ranges, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
+    """Write the letter of an item: which tiles of query rows it needs, and which of these see all keys of a consumer.
+
+    `ranges` has four numbers for each tile of an entry of the batch: from which key to which one any of its rows sees,
+    and from which to which all do.
+    """
+    scale_ptr, _, sizes, shape, choices, _, _ = common
+    keys, queries = sizes
+    heads, _, blocks, pairs, together, items = shape
+    # Beyond the last item there is one more letter, which says so. Under a causal mask the first keys are seen most.
+    pair, block = _place(gl.minimum(item, items - 1), blocks, pairs, together, BOUNDED, True)
+    batch = pair // heads
+    head = pair % heads
+    key = block * (CONSUMERS * _M)
+    c = _of_head(scale_ptr, batch, head, heads, choices, _SCALE_PER_BATCH, _SCALE_PER_HEAD)
+    lowest = 0
+    highest = gl.cdiv(queries, N)
+    if BOUNDED:
+        tiles = highest
+        lowest = tiles
+        highest = 0
+        for who in range(CONSUMERS):
+            start = key + who * _M
+            end = gl.minimum(start + _M, keys)
+            low = tiles
+            high = 0
+            # Of those that see all, from the first to the last, and how many.
+            inner = tiles
+            outer = 0
+            count = 0
+            for begin in range(0, tiles, 32):
+                tile = begin + gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+                there = tile < tiles
+                place = ranges + (batch.to(gl.int64) * tiles + tile) * 4
+                least = gl.load(place, mask=there, other=_FARTHEST)
+                most = gl.load(place + 1, mask=there, other=0)
+                clear = gl.load(place + 2, mask=there, other=_FARTHEST)
+                clear_stop = gl.load(place + 3, mask=there, other=0)
+                meets = (least < end) & (most > start)
+                whole = meets & (clear <= start) & (clear_stop >= end)
+                low = gl.minimum(low, gl.min(gl.where(meets, tile, _FARTHEST), axis=0))
+                high = gl.maximum(high, gl.max(gl.where(meets, tile + 1, 0), axis=0))
+                inner = gl.minimum(inner, gl.min(gl.where(whole, tile, _FARTHEST), axis=0))
+                outer = gl.maximum(outer, gl.max(gl.where(whole, tile + 1, 0), axis=0))
+                count += gl.sum(whole.to(gl.int32), axis=0)
+            _write(mail, letter + 7 + 5 * who, low)
+            _write(mail, letter + 8 + 5 * who, high * N)
+            _write(mail, letter + 9 + 5 * who, inner)
+            # All in one run, or none.
+            _write(mail, letter + 10 + 5 * who, gl.where(count == outer - inner, outer, 0))
+            # Whether there is a key that no row sees makes no difference here.
+            _write(mail, letter + 11 + 5 * who, 0)
+            lowest = gl.minimum(lowest, low)
+            highest = gl.maximum(highest, high)
+        highest = gl.maximum(highest, 1)
+        lowest = gl.minimum(lowest, highest - 1)
+    _address(mail, letter, item, lowest, highest, batch, head, key, c)
+    return lowest, highest, batch, head, key
+
+
+@gluon.jit
+def _send_rows(
+    batch, head, row, stage, phase, common, rows_in, lines, inputs, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
+):  # fmt: skip
     """Copy a tile of Q and of dO into the rings once there is room, and what is known of their rows beside it."""
-    max_ptr, peak_ptr, pull_ptr, heads = rows_in
-    of_rows, rows_full = lines
+    _, limits, sizes, _, choices, buffers, barriers = common
+    max_ptr, share_ptr, pull_ptr, heads = rows_in
+    of_rows, of_limits, rows_full = lines
     _, q_desc, g_desc, _, _, _ = inputs
     _, q_tiles, g_tiles = buffers
     _, _, q_full, g_full, empty = barriers
     rows = row + gl.arange(0, _M, gl.BlockedLayout([2], [32], [1], [0]))
-    there = rows < sizes[1]
-    at = (batch * heads + head).to(gl.int64) * sizes[1] + rows
+    keys, queries = sizes
+    there = rows < queries
+    at = (batch * heads + head).to(gl.int64) * queries + rows
     largest = gl.load(max_ptr + at, mask=there, other=0.0)
-    peak = gl.load(peak_ptr + at, mask=there, other=0.0)
+    share = gl.load(share_ptr + at, mask=there, other=0.0)
     pull = gl.load(pull_ptr + at, mask=there, other=0.0)
+    first = rows
+    stop = rows
+    if BOUNDED:
+        first, stop = _bounds(limits, batch, rows, (queries, keys), choices)
     mbarrier.wait(empty.index(stage), phase)
     mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes)
     _copy_in(q_desc, [batch, head, row, 0], q_full.index(stage), q_tiles.index(stage))
     mbarrier.expect(g_full.index(stage), g_desc.block_type.nbytes)
     _copy_in(g_desc, [batch, head, row, 0], g_full.index(stage), g_tiles.index(stage))
     # Where there is no row, or one that sees nothing, all weights are 0.
-    logsumexp = gl.where(peak == 0, float("inf"), largest * _LOG2_E - _log2(peak))
+    logsumexp = gl.where(share == 0, float("inf"), largest * _LOG2_E - _log2(share))
     of_rows.index(2 * stage).store(logsumexp)
     of_rows.index(2 * stage + 1).store(pull)
+    if BOUNDED:
+        of_limits.index(2 * stage).store(first)
+        of_limits.index(2 * stage + 1).store(stop - first)
     mbarrier.arrive(rows_full.index(stage))
     return _advance(stage, phase, STAGES)
 
@@ -87,8 +168,8 @@ def _producer(
     supply, CONSUMERS: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     """Announce an item, then send its keys and values, and all tiles of rows of all heads that share them."""
-    common, post, inputs, counter, rows_in, lines = supply
-    _, _, sizes, shape, _, buffers, barriers = common
+    common, post, inputs, counter, rows_in, lines, ranges = supply
+    _, _, _, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
     ratio = shape[1]
     items = shape[5]
@@ -103,7 +184,7 @@ def _producer(
     while not last:
         mbarrier.wait(mail_empty.index(slot), mail_phase)
         lowest, highest, batch, kv_head, key = _announce(
-            item, common, mail, slot * _LETTER, CONSUMERS, N, BOUNDED, True
+            item, common, ranges, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
         )
         mbarrier.arrive(mail_full.index(slot))
         slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
@@ -115,8 +196,8 @@ def _producer(
             for member in range(ratio):
                 for step in range(highest - lowest):
                     stage, phase = _send_rows(
-                        batch, kv_head * ratio + member, (highest - 1 - step) * N, stage, phase, sizes, rows_in, lines,
-                        inputs, buffers, barriers, STAGES,
+                        batch, kv_head * ratio + member, (highest - 1 - step) * N, stage, phase, common, rows_in, lines,
+                        inputs, STAGES, BOUNDED,
                     )  # fmt: skip
             item = gl.atomic_add(counter, 1) + gl.num_programs(0)
 
@@ -152,15 +233,28 @@ def _pushed(p, off, numbers, start: gl.constexpr):
 
 
 @gluon.jit
+def _hidden(s, key, limits, stage, start: gl.constexpr):
+    """The scores of a tile, likewise, _HIDDEN for keys from one on that the row of their column does not see."""
+    if s.shape[1] > 16:
+        left, right = _halves(s)
+        middle: gl.constexpr = start + s.shape[1] // 2
+        return _joined(_hidden(left, key, limits, stage, start), _hidden(right, key, limits, stage, middle))
+    else:
+        keys = key + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        distance = gl.expand_dims(keys, 1) - _columns(limits.index(2 * stage), start, s)
+        return _within(s, distance, _columns(limits.index(2 * stage + 1), start, s))
+
+
+@gluon.jit
 def _consumer(
     given,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     BOUNDED: gl.constexpr,
 ):  # fmt: skip
     common, post, lines, results, v_tiles = given
-    _, limits, sizes, shape, _, buffers, barriers = common
+    _, _, sizes, shape, _, buffers, barriers = common
     mail, mail_full, mail_empty = post
-    of_rows, rows_full = lines
+    of_rows, of_limits, rows_full = lines
     to_k_desc, to_v_desc, out_tiles, flags = results
     keys, queries = sizes
     kv_heads = shape[0]
@@ -172,7 +266,6 @@ def _consumer(
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
-    R: gl.constexpr = gl.SliceLayout(1, S)
     zero = gl.zeros([_M, N], gl.float32, S)
     stage = 0
     phase = 0
@@ -188,9 +281,6 @@ def _consumer(
         mbarrier.arrive(mail_empty.index(slot))
         slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
 
-        # The query rows that see a key. Of rows beyond the last all weights are 0 anyway.
-        first = key + limits[2] + gl.arange(0, _M, R)
-        width = gl.full([_M], 0, gl.int32, R) + (limits[3] - limits[2])
         to_k = gl.zeros([_M, D], gl.float32, A)
         to_v = gl.zeros([_M, D], gl.float32, A)
         mbarrier.wait(k_full.index(who), k_phase)
@@ -214,7 +304,7 @@ def _consumer(
                 tile = high - 1 - step
                 if BOUNDED:
                     if (tile < free_low) | (tile >= free_high):
-                        s = _shown(s, tile * N, first, width)
+                        s = gl.convert_layout(_hidden(s, key, of_limits, stage, 0), S)
                 p = gl.convert_layout(_weights(s, c, of_rows.index(2 * stage), 0), S)
                 to_v = warpgroup_mma(gl.convert_layout(p.to(DTYPE), P), g, to_v, is_async=True)
                 off = warpgroup_mma_wait(1, deps=(off,))
@@ -237,40 +327,48 @@ def _consumer(
         _give(to_v.to(DTYPE), to_v_desc, batch, kv_head, key, out_tiles.index(who))
         to_k *= c * _LN_2
         _flag(mine, to_k, key, keys)
-        _give(to_k.to(DTYPE), to_k_desc, batch, kv_head, key, out_tiles.index(CONSUMERS + who))
+        # For a tile of its own there is no room.
+        tma.store_wait(0)
+        _give(to_k.to(DTYPE), to_k_desc, batch, kv_head, key, out_tiles.index(who))
         mbarrier.wait(mail_full.index(slot), mail_phase)
         item = _read(mail, slot * _LETTER)
     tma.store_wait(0)
 
 
 _NUMBERS = ("queries", "keys", "low", "high", "kv_heads", "ratio", "blocks", "pairs", "together", "items", "choices")
-_POINTERS = ("scale_ptr", "max_ptr", "peak_ptr", "pull_ptr", "flags", "counter")
+_POINTERS = (
+    "scale_ptr", "first_ptr", "stop_ptr", "ranges", "max_ptr", "share_ptr", "pull_ptr", "flags", "counter",
+)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _kernel(
-    q_desc, k_desc, v_desc, g_desc, to_k_desc, to_v_desc, scale_ptr, max_ptr, peak_ptr, pull_ptr, flags, counter,
+    q_desc, k_desc, v_desc, g_desc, to_k_desc, to_v_desc, scale_ptr, first_ptr, stop_ptr, ranges, max_ptr, share_ptr,
+    pull_ptr, flags, counter,
     queries, keys, low, high, kv_heads, ratio, blocks, pairs, together, items, choices,
     CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, OTHERS: gl.constexpr, BOUNDED: gl.constexpr,
 ):  # fmt: skip
     buffers, barriers, post = _rings(k_desc, q_desc, g_desc, 1, CONSUMERS, D, N, STAGES, True, CONSUMERS)
     v_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, 1, 1, _M, D], v_desc.layout)
-    out_tiles = gl.allocate_shared_memory(k_desc.dtype, [2 * CONSUMERS, 1, 1, _M, D], to_k_desc.layout)
+    out_tiles = gl.allocate_shared_memory(k_desc.dtype, [CONSUMERS, 1, 1, _M, D], to_k_desc.layout)
     of_rows = gl.allocate_shared_memory(gl.float32, [2 * STAGES, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rows_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    of_limits = of_rows
+    if BOUNDED:
+        of_limits = gl.allocate_shared_memory(gl.int32, [2 * STAGES, N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(STAGES):
         mbarrier.init(rows_full.index(i), count=1)
-    # Who sees whom, the other way round: a key sees the rows that see it.
+    # What rows are elsewhere, keys are here.
     sizes = (keys, queries)
-    limits = (scale_ptr, scale_ptr, 1 - high, 1 - low)
+    limits = (first_ptr, stop_ptr, low, high)
     shape = (kv_heads, ratio, blocks, pairs, together, items)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (k_desc, q_desc, g_desc, v_desc, v_tiles, k_desc)
-    lines = (of_rows, rows_full)
+    lines = (of_rows, of_limits, rows_full)
     results = (to_k_desc, to_v_desc, out_tiles, flags)
     given = (common, post, lines, results, v_tiles)
-    supply = (common, post, inputs, counter, (max_ptr, peak_ptr, pull_ptr, kv_heads * ratio), lines)
+    supply = (common, post, inputs, counter, (max_ptr, share_ptr, pull_ptr, kv_heads * ratio), lines, ranges)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -301,9 +399,11 @@ def configuration(head_dim: int) -> Configuration:
     return Configuration(resident=1, items=1, consumers=3, keys=64, stages=4, registers=160, others=32)
 
 
-def run(call: Call, grad: Tensor, rows: Rows, to_k: Tensor, to_v: Tensor, flags: Tensor) -> None:
+def run(call: Call, grad: Tensor, rows: Rows, ranges: Tensor, to_k: Tensor, to_v: Tensor, flags: Tensor) -> None:
     """Fill the gradients of k and v, which the copy engine has to take, of a call that `_hopper_to_queries` takes.
 
+    `ranges` says of each 64 query rows of an entry of the batch which keys any of them sees and which all of them see,
+    in four numbers (from, to, from, to).
     Where one of the flags, one per 64 keys of each (batch, head), comes out as 1, both have to be computed again by
     other means. They come as zeros, with one number more at their end, by which the kernel counts.
     """
@@ -313,19 +413,16 @@ def run(call: Call, grad: Tensor, rows: Rows, to_k: Tensor, to_v: Tensor, flags:
     queries = q.shape[2]
     choice = configuration(head_dim)
     scale = call.scale.contiguous()
-    choices = scale_choices(scale)
-    low, high = (0, 0) if call.band is None else call.band
-    if call.band is not None:
-        choices |= _BAND.value
+    limits = limits_of(call, flags)
     pairs, blocks = batch * kv_heads, -(-keys // (choice.consumers * ROWS))
     with torch.cuda.device(q.device):
-        bounded = call.band is not None
         arguments = (
             described(q, choice.keys), described(k, ROWS), described(v, ROWS), described(grad, choice.keys),
-            described(to_k, ROWS), described(to_v, ROWS), scale, *rows, flags, flags[-1:],
-            queries, keys, low, high, kv_heads, call.group, blocks, pairs, together_in_cache(call), pairs * blocks,
-            choices, choice.consumers, head_dim, choice.keys, choice.stages, choice.registers, choice.others, bounded,
+            described(to_k, ROWS), described(to_v, ROWS), scale, limits.first, limits.stop, ranges, rows.max_logit,
+            rows.share, rows.pull, flags, flags[-1:], queries, keys, limits.low, limits.high, kv_heads, call.group,
+            blocks, pairs, together_in_cache(call), pairs * blocks, scale_choices(scale) | limits.choices,
+            choice.consumers, head_dim, choice.keys, choice.stages, choice.registers, choice.others, limits.bounded,
         )  # fmt: skip
-        form = (q.dtype, head_dim, bounded, scale.dtype, q.device)
+        form = (q.dtype, choice, head_dim, limits.bounded, limits.first.dtype, scale.dtype, q.device)
         programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
         launch(_kernel, programs, arguments, form=form, num_warps=4)

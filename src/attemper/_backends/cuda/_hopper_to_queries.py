@@ -6,9 +6,9 @@ tile of keys a consumer has QKᵀ and dP = dO·Vᵀ, of these dS = P∘(dP − p
 rows. The flow of a row is Var_p[dP] / Var[dP], from the sums of dP − pull, its square, and both weighed. Where the
 gradients come from cuDNN, the flow is all that is left to do.
 
-The weights are powers of two of what lies between a score and the row's largest; by the largest weight the row is
-multiplied at its end. 64 rows with a gradient that is not finite are flagged, and somebody else has to compute them
-again.
+The weights are powers of two of what lies between a score and the row's largest; by the largest weight, less what a
+sink takes of it, the row is multiplied at its end. 64 rows with a gradient that is not finite are flagged, and somebody
+else has to compute them again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import _hopper
 from ._hopper_supply import (
-    _BAND,
     _LETTER,
     _LETTERS,
     _LN_2,
@@ -47,6 +46,7 @@ from ._hopper_supply import (
     _rings,
     _there,
     described,
+    limits_of,
     processors,
     scale_choices,
     together_in_cache,
@@ -63,7 +63,7 @@ _SCALES = (2.0**-20, 2.0**19)
 
 @gluon.jit
 def _push(s, off, c, reference, pull, sums, DTYPE: gl.constexpr, MEASURED: gl.constexpr):
-    """DS of a tile over the row's largest weight, and the sums with those of the tile; in columns as in `_hopper`."""
+    """DS of a tile, but for a number per row, and the sums with those of the tile; in columns as in `_hopper`."""
     if s.shape[1] > 8:
         left, right = _halves(s)
         off_left, off_right = _halves(off)
@@ -93,7 +93,7 @@ def _consumer(
     common, post, rows_in, results, g_tiles = given
     _, limits, sizes, shape, choices, buffers, barriers = common
     mail, mail_full, mail_empty = post
-    max_ptr, peak_ptr, pull_ptr = rows_in
+    max_ptr, peak_ptr, share_ptr, pull_ptr = rows_in
     o_desc, o_tiles, flow_ptr, flags = results
     queries, keys = sizes
     heads = shape[0]
@@ -173,7 +173,8 @@ def _consumer(
             )
 
         if GRADIENT:
-            found *= _column(peak * c * _LN_2, found)
+            share = gl.load(share_ptr + at, mask=there, other=0.0)
+            found *= _column(share * c * _LN_2, found)
             _flag(flags + pair * gl.cdiv(queries, _M), found, row, queries)
             tma.store_wait(0)
             _give(found.to(DTYPE), o_desc, batch, head, gl.where(row < 0, queries, row), o_tiles.index(who))
@@ -196,13 +197,16 @@ def _consumer(
 
 
 _NUMBERS = ("queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices")
-_POINTERS = ("scale_ptr", "max_ptr", "peak_ptr", "pull_ptr", "flow_ptr", "flags", "counter")
+_POINTERS = (
+    "scale_ptr", "first_ptr", "stop_ptr", "max_ptr", "peak_ptr", "share_ptr", "pull_ptr", "flow_ptr", "flags",
+    "counter",
+)  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _kernel(
-    q_desc, k_desc, v_desc, g_desc, o_desc, scale_ptr, max_ptr, peak_ptr, pull_ptr, flow_ptr, flags, counter,
-    queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
+    q_desc, k_desc, v_desc, g_desc, o_desc, scale_ptr, first_ptr, stop_ptr, max_ptr, peak_ptr, share_ptr, pull_ptr,
+    flow_ptr, flags, counter, queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, OTHERS: gl.constexpr, BOUNDED: gl.constexpr, GRADIENT: gl.constexpr,
     MEASURED: gl.constexpr,
@@ -214,11 +218,10 @@ def _kernel(
         o_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, _M, D], o_desc.layout)
     sizes = (queries, keys)
     shape = (heads, ratio, blocks, pairs, together, items)
-    # Nothing but a band hides keys here.
-    limits = (scale_ptr, scale_ptr, low, high)
+    limits = (first_ptr, stop_ptr, low, high)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles, k_desc)
-    rows_in = (max_ptr, peak_ptr, pull_ptr)
+    rows_in = (max_ptr, peak_ptr, share_ptr, pull_ptr)
     results = (o_desc, o_tiles, flow_ptr, flags)
     given = (common, post, rows_in, results, g_tiles)
     supply = (common, post, inputs, counter)
@@ -259,8 +262,7 @@ def configuration(head_dim: int, *, gradient: bool) -> Configuration:
 def takes(call: Call, grad: Tensor) -> bool:
     """Whether a call and the gradient of its output are for this kernel."""
     inside = call.number is not None and _SCALES[0] < abs(call.number) < _SCALES[1] and call.number > 0
-    plain = call.v is not None and call.first is None and call.sinks is None
-    return inside and plain and _hopper.takes(call) and grad.dtype == call.q.dtype and copyable(grad)
+    return inside and call.v is not None and _hopper.takes(call) and grad.dtype == call.q.dtype and copyable(grad)
 
 
 class Rows(NamedTuple):
@@ -268,6 +270,8 @@ class Rows(NamedTuple):
 
     max_logit: Tensor
     largest_weight: Tensor
+    share: Tensor
+    """The same, less what a sink takes."""
     pull: Tensor
     """⟨dO, O⟩"""
 
@@ -284,21 +288,19 @@ def run(call: Call, grad: Tensor, rows: Rows, to_q: Tensor | None, flow: Tensor 
     keys = k.shape[2]
     choice = configuration(head_dim, gradient=to_q is not None)
     scale = call.scale.contiguous()
-    choices = scale_choices(scale)
-    low, high = (0, 0) if call.band is None else call.band
-    if call.band is not None:
-        choices |= _BAND.value
+    limits = limits_of(call, flags)
     pairs, blocks = batch * heads, -(-queries // (choice.consumers * ROWS))
     with torch.cuda.device(q.device):
-        bounded = call.band is not None
         q_desc = described(q, ROWS)
         arguments = (
             q_desc, described(k, choice.keys), described(v, choice.keys), described(grad, ROWS),
-            q_desc if to_q is None else described(to_q, ROWS), scale, *rows, rows.pull if flow is None else flow, flags,
-            flags[-1:], queries, keys, low, high, heads, call.group, blocks, pairs, together_in_cache(call),
-            pairs * blocks, choices, choice.items, choice.consumers, head_dim, choice.keys, choice.stages,
-            choice.registers, choice.others, bounded, to_q is not None, flow is not None,
+            q_desc if to_q is None else described(to_q, ROWS), scale, limits.first, limits.stop, *rows,
+            rows.pull if flow is None else flow, flags, flags[-1:], queries, keys, limits.low, limits.high, heads,
+            call.group, blocks, pairs, together_in_cache(call), pairs * blocks, scale_choices(scale) | limits.choices,
+            choice.items, choice.consumers, head_dim, choice.keys, choice.stages, choice.registers, choice.others,
+            limits.bounded, to_q is not None, flow is not None,
         )  # fmt: skip
-        form = (q.dtype, choice, head_dim, bounded, to_q is None, flow is None, scale.dtype, q.device)
+        kind = (limits.bounded, limits.first.dtype, to_q is None, flow is None)
+        form = (q.dtype, choice, head_dim, *kind, scale.dtype, q.device)
         programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
         launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=choice.launched)

@@ -417,17 +417,17 @@ def _dots(call: Call, left: Tensor, right: Tensor, found: Tensor) -> None:
 def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) -> None:
     """The gradient flow of a plain call into `flow`; `pull` is ⟨dO, O⟩ of each row."""
     batch, heads, queries, _ = call.q.shape
-    rows = saved.max_logit.contiguous(), saved.largest_weight.contiguous(), pull
+    max_logit, peak = saved.max_logit.contiguous(), saved.largest_weight.contiguous()
     hopper = _gluon("_hopper_to_queries")
     if hopper is not None and hopper.takes(call, grad):
         counter = torch.zeros(1, dtype=torch.int32, device=grad.device)
-        hopper.run(call, grad, hopper.Rows(*rows), None, flow, counter)
+        hopper.run(call, grad, hopper.Rows(max_logit, peak, peak, pull), None, flow, counter)
         return
     tile = Tiling(64, 64, 4, 2)
     sizes = _sizes(call, triton.cdiv(queries, tile.rows))
     kind = _kind(call, tile, measure=1, values=True)
     matrices = (matrix_of(x, call) for x in (call.q, call.k, call.v, grad))
-    arguments = (*matrices, flow, pull, *rows[:2], *_bounds(call), call.scale, sizes, kind)
+    arguments = (*matrices, flow, pull, max_logit, peak, *_bounds(call), call.scale, sizes, kind)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     launch(flow_kernel, batch * heads * sizes.blocks, arguments, **options)
 
@@ -487,9 +487,8 @@ def _gradients(
     of_queries, of_keys = batch * heads * blocks, batch * kv_heads * triton.cdiv(keys, tile.keys)
     marks = None
     if grad is not None and not extra:
-        marks = _by_hopper(
-            call, grad, constants, (of_queries, of_keys), to_q, to_k, to_v, flow if kind.measure else None
-        )
+        counts, measured = (of_queries, of_keys), flow if kind.measure else None
+        marks = _by_hopper(call, grad, constants, ranges, counts, to_q, to_k, to_v, measured)
     if marks is None:
         launch(to_queries_kernel, of_queries, (*for_queries, kind), **options)
         launch(to_keys_kernel, of_keys, (*for_keys, kind), **options)
@@ -508,7 +507,8 @@ def _by_hopper(
     call: Call,
     grad: Tensor,
     constants: Constants,
-    blocks: tuple[int, int],
+    ranges: Tensor,
+    counts: tuple[int, int],
     to_q: Tensor,
     to_k: Tensor,
     to_v: Tensor,
@@ -525,10 +525,10 @@ def _by_hopper(
     if not for_queries.takes(call, grad):
         return None
     # Each has a number more, by which the kernel counts.
-    marks = [torch.zeros(count + 1, dtype=torch.int32, device=grad.device) for count in blocks]
-    rows = for_queries.Rows(constants.max_logit, constants.peak, constants.pull)
+    marks = [torch.zeros(count + 1, dtype=torch.int32, device=grad.device) for count in counts]
+    rows = for_queries.Rows(constants.max_logit, constants.peak, constants.share, constants.pull)
     for_queries.run(call, grad, rows, to_q, flow, marks[0])
-    for_keys.run(call, grad, rows, to_k, to_v, marks[1])
+    for_keys.run(call, grad, rows, ranges, to_k, to_v, marks[1])
     return marks
 
 
