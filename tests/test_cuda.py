@@ -135,6 +135,10 @@ class TestReady:
 
         class Kernel:
             pre_run_hooks = ()
+            params = tuple(
+                SimpleNamespace(is_constexpr=name == "CONSTANT", do_not_specialize=name == "count")
+                for name in ("x", "number", "tuple", "count", "CONSTANT")
+            )
 
             def __init__(self):
                 self.asked, self.compiled = [], Compiled()
@@ -160,30 +164,42 @@ class TestReady:
     def test_not_too_many(self, kernel, monkeypatch):
         monkeypatch.setattr(_ready, "MOST", 3)
         for i in range(10):
-            _ready.launch(kernel, 1, (i,))
+            _ready.launch(kernel, 1, (None, None, None, 0, i))
             assert len(_ready._COMPILED) <= 3
 
     def test_what_makes_another_version(self, kernel):
         memory = torch.zeros(20)
         forms = [
-            (memory, 1, (2, memory)),
-            (memory[1:], 1, (2, memory)),
-            (memory, 1, (2, memory[1:])),
-            (memory.double(), 1, (2, memory)),
-            (memory, 16, (2, memory)),
-            (memory, 1, (3, memory)),
-            (memory, None, (2, memory)),
-            (memory, 1, (2, memory), True),
+            (memory, 1, (2, memory), 5, 7),
+            (memory[1:], 1, (2, memory), 5, 7),
+            (memory.double(), 1, (2, memory), 5, 7),
+            (memory, 1, (2, memory[1:]), 5, 7),
+            (memory, 1, (1, memory), 5, 7),
+            (memory, 1, (16, memory), 5, 7),
+            (memory, 2, (2, memory), 5, 7),
+            (memory, 16, (2, memory), 5, 7),
+            (memory, 2**31 + 1, (2, memory), 5, 7),
+            (memory, None, (2, memory), 5, 7),
+            (memory, True, (2, memory), 5, 7),
+            (memory, 0.5, (2, memory), 5, 7),
+            (memory, 1, (2, memory), 2**31, 7),
+            (memory, 1, (2, memory), 5, 8),
         ]
         for form in forms * 2:
             _ready.launch(kernel, 1, form)
         _ready.launch(kernel, 1, forms[0], num_warps=8)
         assert len(kernel.asked) == len(forms) + 1
-        # What lies at a multiple of 16 bytes is one version, and so is every number with a fraction.
-        _ready.launch(kernel, 1, (memory[4:], 1, (2, memory[8:])))
-        _ready.launch(kernel, 1, (memory, 0.5))
-        _ready.launch(kernel, 1, (memory, 0.7))
-        assert len(kernel.asked) == len(forms) + 2
+        # What lies at a multiple of 16 bytes is one version, and so is every number with a fraction, every other that
+        # is neither 1 nor a multiple of 16, and every count.
+        for alike in (
+            (memory[4:], 1, (-3, memory[8:]), 5, 7),
+            (memory, 3, (2, memory), 16, 7),
+            (memory, 48, (2, memory), 1, 7),
+            (memory, False, (2, memory), 5, 7),
+            (memory, 0.7, (2, memory), 5, 7),
+        ):
+            _ready.launch(kernel, 1, alike)
+        assert len(kernel.asked) == len(forms) + 1
 
     def test_a_form_of_its_own(self, kernel):
         for i in range(3):

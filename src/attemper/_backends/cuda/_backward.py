@@ -32,6 +32,7 @@ from ._tile import (
     product,
     range_of_block,
     rows_of_head,
+    sizes_of,
     survivors,
     tanh,
     write_keys,
@@ -79,6 +80,7 @@ class Line(NamedTuple):
 @triton.jit
 def pull_kernel(grad, out, pull, ranges, first, stop, sizes, kind: tl.constexpr):
     """D of a block of rows, and which keys any and all of them see."""
+    sizes = sizes_of(sizes, True)
     BM: tl.constexpr = kind.rows
     DV: tl.constexpr = kind.value_depth
     block = tl.program_id(0)
@@ -286,6 +288,7 @@ def to_queries(
     sizes, kind: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of query rows, with what its pressure and gradient flow are made of."""
+    sizes = sizes_of(sizes, True)
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
@@ -426,6 +429,7 @@ def to_keys(
     kind: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys and values, from all query rows of the heads that share them."""
+    sizes = sizes_of(sizes, True)
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth

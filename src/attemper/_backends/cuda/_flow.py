@@ -5,16 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._tile import LOG2E, load_keys, load_rows, open_rows, place_of_rows, product, range_of_block
+from ._tile import (
+    LOG2E,
+    load_keys,
+    load_rows,
+    open_rows,
+    place_of_rows,
+    product,
+    range_of_block,
+    rows_of_head,
+    sizes_of,
+)
 
 
 @triton.jit
 def dots_kernel(left, right, found, sizes, depth, BM: tl.constexpr, D: tl.constexpr):
     """The products of rows of two matrices."""
+    sizes = sizes_of(sizes, False)
     program = tl.program_id(0)
     unit = program // sizes.blocks
     batch, head = unit // sizes.heads, unit % sizes.heads
-    rows = open_rows(program % sizes.blocks * BM, batch, head, found, found, sizes, BM, False)
+    rows = rows_of_head(program % sizes.blocks * BM, batch, head, found, found, sizes, BM, False)
     one, other = load_rows(left, rows, depth, D), load_rows(right, rows, depth, D)
     total = tl.sum(one.to(tl.float32) * other.to(tl.float32), 1)
     tl.store(found + place_of_rows(rows, sizes), total, mask=rows.there)
@@ -50,6 +61,7 @@ def flow_kernel(
     q, k, v, grad, flow, pull, max_logit, peak, first, stop, scale, sizes, kind: tl.constexpr
 ):  # fmt: skip
     """Var_p[dP] / Var[dP] of a block of query rows; `pull` is about the mean of dP under the weights."""
+    sizes = sizes_of(sizes, True)
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     program = tl.program_id(0)

@@ -31,6 +31,7 @@ from ._tile import (
     product,
     range_of_block,
     rows_of_head,
+    sizes_of,
     survivors,
     tanh,
     write_rows,
@@ -496,6 +497,7 @@ def forward_kernel(
     fields, mark, partial, kind: tl.constexpr,
 ):  # fmt: skip
     """A block of rows against all keys that any of them sees, or against one split of them."""
+    sizes = sizes_of(sizes, not kind.bounded)
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
@@ -578,12 +580,13 @@ def forward_kernel(
         finish(state, rows, sizes, sinks, out, out_copy, wide, fields, mark, block, kind, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("blocks",))
 def careful_kernel(
     q, k, v, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields, mark, blocks,
     kind: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Of some blocks those that are marked: mostly none, and then this has to be over at once."""
+    sizes = sizes_of(sizes, False)
     begin = tl.program_id(0) * SPAN
     mine = begin + tl.arange(0, SPAN)
     if tl.max(tl.load(mark + mine, mask=mine < blocks, other=0), 0) == 0:
@@ -629,6 +632,7 @@ def merge_kernel(
     first, stop, scale, sinks, masked, dropped, sizes, out, wide, fields, mark, partial, kind: tl.constexpr
 ):  # fmt: skip
     """Merge the States of all splits of a block of rows, and finish it."""
+    sizes = sizes_of(sizes, not kind.bounded)
     BM: tl.constexpr = kind.rows
     DV: tl.constexpr = kind.value_depth
     block = tl.program_id(0)
@@ -672,12 +676,13 @@ def merge_kernel(
 @triton.jit
 def opening_kernel(q, k, first, stop, scale, sizes, fields, kind: tl.constexpr):
     """The weight of the first key that a row sees, beside a kernel that gives the logsumexp."""
+    sizes = sizes_of(sizes, False)
     BM: tl.constexpr = kind.rows
     batch, head, turn = place_of_block(tl.program_id(0), sizes)
-    rows = open_rows(turn * BM, batch, head, first, stop, sizes, BM, kind.bounded)
+    rows = rows_of_head(turn * BM, batch, head, first, stop, sizes, BM, kind.bounded)
     row, there, seen = place_of_rows(rows, sizes), rows.there, rows.low < rows.high
     logsumexp = tl.load(fields.logsumexp + row, mask=there, other=0.0)
     own = load_rows(q, rows, sizes.depth, kind.depth)
     score = opening_of(own, k, head // sizes.group, rows, sizes, kind.depth)
-    score *= tl.load(scale + batch * sizes.scale_batch + rows.head * sizes.scale_head, mask=there, other=0.0)
+    score *= tl.load(scale + batch * sizes.scale_batch + head * sizes.scale_head)
     tl.store(fields.first_key_weight + row, tl.where(seen, tl.exp2((score - logsumexp) * LOG2E), 0.0), mask=there)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from importlib import import_module
@@ -25,8 +26,8 @@ from ._backward import (
 )
 from ._flow import dots_kernel, flow_kernel
 from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
-from ._ready import MOST, copyable, form_of, launch, strides_of
-from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Sizes, matrix_of, stride_of
+from ._ready import MOST, copyable, form_of, launch, look_at, strides_of
+from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Sizes, disguised, matrix_of, stride_of
 
 NEED_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
 PEAKS = frozenset(("max_logit", "largest_weight", "max_qk"))
@@ -229,7 +230,7 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         shared=splits == 1 and _share_a_key(call, tile.rows),
         opens=splits == 1 and _begins_at_first_key(call),
     )
-    sizes = _sizes(call, blocks, stack, splits)
+    sizes = _sizes(call, blocks, stack, splits, plain=not call.bounded)
     q, k = matrix_of(call.q, call), matrix_of(call.k, call)
     v, out, full = (matrix_of(x, call) for x in (call.v, output, wide))
     shared = (*_bounds(call), call.scale, call.scale if call.sinks is None else call.sinks)
@@ -240,14 +241,14 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         size = programs * splits * tile.rows * (PARTS.value + value_deep)
         partial = torch.empty(size, dtype=torch.float32, device=call.q.device)
     marks = torch.empty(programs, dtype=torch.int32, device=call.q.device)
-    given = (*shared, softcap, masked, dropped, sizes, out, full, fields, marks)
+    given, into = (*shared, softcap, masked, dropped), (out, full, fields, marks)
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
-    launch(forward_kernel, programs * splits, (q, k, v, *copies, *given, partial, ahead), **options)
+    launch(forward_kernel, programs * splits, (q, k, v, *copies, *given, sizes, *into, partial, ahead), **options)
     if splits > 1:
-        launch(merge_kernel, programs, (*shared, masked, dropped, sizes, out, full, fields, marks, partial, kind))
+        launch(merge_kernel, programs, (*shared, masked, dropped, sizes, *into, partial, kind))
     if summed:
         _moments.fill(call, found, marks, tile.rows)
-    again = (q, k, v, *given, programs, kind, SPAN)
+    again = (q, k, v, *given, _sizes(call, blocks, stack, plain=False), *into, programs, kind, SPAN)
     # It holds more than one block of four warps has room for.
     warps = 8 if tile.rows == 128 else tile.warps
     launch(careful_kernel, triton.cdiv(programs, SPAN), again, num_warps=warps, num_stages=1)
@@ -283,6 +284,8 @@ class Plan(NamedTuple):
     blocks: int
     kind: Kind
     sizes: Sizes
+    form: Hashable
+    """Of the launches, which calls of other lengths have too."""
 
 
 _PLANS: dict[Any, Plan] = {}
@@ -301,32 +304,35 @@ def _after_hopper(
     """What the kernel for Hopper leaves: the weights of first keys that differ, and the blocks that it marked."""
     given = (call.q, call.k, call.v, call.first, call.stop, call.scale, call.sinks, output, wide)
     band = None if call.band is None else tuple(call.band)
-    form = (measure, band, call.period, call.q.device, *map(form_of, given))
-    plan = _PLANS.get(form)
+    key = (measure, band, call.period, call.q.device, *map(form_of, given))
+    plan = _PLANS.get(key)
     if plan is None:
         if len(_PLANS) >= MOST:
             _PLANS.clear()
-        plan = _PLANS[form] = _plan(call, measure, wide)
+        plan = _PLANS[key] = _plan(call, measure, output, wide)
     q, k = matrix_of(call.q, call), matrix_of(call.k, call)
     options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
     if opening:
         arguments = (q, k, *_bounds(call), call.scale, plan.sizes, fields, plan.kind)
-        launch(opening_kernel, plan.blocks, arguments, form=form, **options)
+        launch(opening_kernel, plan.blocks, arguments, form=plan.form, **options)
     v, out, full = (matrix_of(x, call) for x in (call.v, output, wide))
     sinks = call.scale if call.sinks is None else call.sinks
     again = (
         q, k, v, *_bounds(call), call.scale, sinks, 1.0, _masked(call), _dropped(call), plan.sizes, out, full, fields,
         marks, plan.blocks, plan.kind, SPAN,
     )  # fmt: skip
-    launch(careful_kernel, triton.cdiv(plan.blocks, SPAN), again, form=form, **options)
+    launch(careful_kernel, triton.cdiv(plan.blocks, SPAN), again, form=plan.form, **options)
 
 
-def _plan(call: Call, measure: int, wide: Tensor | None) -> Plan:
+def _plan(call: Call, measure: int, output: Tensor | None, wide: Tensor | None) -> Plan:
     batch, heads, queries, depth = call.q.shape
     tile = Tiling(HOPPER_ROWS, 64 if depth <= 64 else 32, 4, 1)
     blocks = triton.cdiv(queries, tile.rows)
     kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
-    return Plan(tile, batch * heads * blocks, kind, _sizes(call, blocks))
+    sizes = _sizes(call, blocks, plain=False)
+    matrices = [matrix_of(x, call) for x in (call.q, call.k, call.v, output, wide)]
+    form = (kind, look_at((*matrices, *_bounds(call), call.scale, call.sinks, sizes)))
+    return Plan(tile, batch * heads * blocks, kind, sizes, form)
 
 
 def splits_for(programs: int, keys: int, tile: int, device: torch.device) -> int:
@@ -409,9 +415,10 @@ def flow(call: Call, saved: Saved, grad: Tensor) -> Tensor | None:
 def _dots(call: Call, left: Tensor, right: Tensor, found: Tensor) -> None:
     """The products of rows of two matrices, each (batch, heads, queries, x)."""
     batch, heads, queries, depth = left.shape
-    sizes = _sizes(call, triton.cdiv(queries, HOPPER_ROWS))
+    blocks = triton.cdiv(queries, HOPPER_ROWS)
     one, other = matrix_of(left, call), matrix_of(right, call)
-    launch(dots_kernel, batch * heads * sizes.blocks, (one, other, found, sizes, depth, HOPPER_ROWS, _power(depth)))
+    arguments = (one, other, found, _sizes(call, blocks, plain=False), depth, HOPPER_ROWS, _power(depth))
+    launch(dots_kernel, batch * heads * blocks, arguments)
 
 
 def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) -> None:
@@ -424,12 +431,13 @@ def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) ->
         hopper.run(call, grad, hopper.Rows(max_logit, peak, peak, pull), None, flow, counter)
         return
     tile = Tiling(64, 64, 4, 2)
-    sizes = _sizes(call, triton.cdiv(queries, tile.rows))
+    blocks = triton.cdiv(queries, tile.rows)
+    sizes = _sizes(call, blocks, plain=True)
     kind = _kind(call, tile, measure=1, values=True)
     matrices = (matrix_of(x, call) for x in (call.q, call.k, call.v, grad))
     arguments = (*matrices, flow, pull, max_logit, peak, *_bounds(call), call.scale, sizes, kind)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    launch(flow_kernel, batch * heads * sizes.blocks, arguments, **options)
+    launch(flow_kernel, batch * heads * blocks, arguments, **options)
 
 
 def _gradients(
@@ -451,7 +459,7 @@ def _gradients(
         to_v.zero_()
     tile = backward_tiling(call, max(_power(depth), _power(0 if call.v is None else call.v.shape[3])))
     blocks = triton.cdiv(queries, tile.rows)
-    sizes = _sizes(call, blocks)
+    sizes = _sizes(call, blocks, plain=True)
     fields = (upstream.logsumexp, upstream.entropy, upstream.expected_score, upstream.collision)
     extra = any(x is not None for x in fields)
     kind = _kind(call, tile, measure=int(saved.gradients.numel() > 0), values=grad is not None)
@@ -554,25 +562,33 @@ def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:
     )
 
 
-def _sizes(call: Call, blocks: int, stack: int = 1, splits: int = 1) -> Sizes:
+def _sizes(call: Call, blocks: int, stack: int = 1, splits: int = 1, *, plain: bool) -> Sizes:
+    """The numbers of a call; lengths `plain`, as they are, for kernels that are a tenth smaller where 16 divides them.
+
+    These are the gradients, which read numbers of several rows at once, and the forward pass where all see all.
+    """
+    low, high = (0, 0) if call.band is None else call.band
+    lengths = {
+        "queries": call.q.shape[2],
+        "keys": call.k.shape[2],
+        "bound_batch": 0 if call.first is None else stride_of(call.first, 0),
+        "low": low,
+        "high": high,
+    }
     return Sizes(
         heads=call.q.shape[1],
         group=call.group,
         stack=stack,
-        queries=call.q.shape[2],
-        keys=call.k.shape[2],
         depth=call.q.shape[3],
         value_depth=0 if call.v is None else call.v.shape[3],
-        blocks=blocks,
-        splits=splits,
-        bound_batch=0 if call.first is None else stride_of(call.first, 0),
+        blocks=disguised(blocks),
+        splits=disguised(splits),
         scale_batch=stride_of(call.scale, 0),
         scale_head=stride_of(call.scale, 1),
         sinks_batch=0 if call.sinks is None else stride_of(call.sinks, 0),
         sinks_head=0 if call.sinks is None else stride_of(call.sinks, 1),
         kept=1 - call.dropout_p,
-        low=0 if call.band is None else call.band[0],
-        high=0 if call.band is None else call.band[1],
+        **(lengths if plain else {name: disguised(n) for name, n in lengths.items()}),
     )
 
 
@@ -592,7 +608,8 @@ def _masked(call: Call) -> Masked:
 
 def _dropped(call: Call) -> Dropped:
     seed = call.scale if call.seed is None else call.seed.to(call.q.device)
-    return Dropped(seed, min(round(call.dropout_p * 2**32), 2**32 - 1), max(call.period, 1))
+    period = max(call.period, 1) if call.dropout_p else 0
+    return Dropped(seed, min(round(call.dropout_p * 2**32), 2**32 - 1), disguised(period))
 
 
 def _shared(x: Tensor) -> tuple[int, ...]:

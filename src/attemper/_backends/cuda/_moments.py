@@ -34,6 +34,8 @@ LEAST_KEYS = 512
 FAR_MEAN: tl.constexpr = tl.constexpr(2.0**10)
 """Squared mean, in variances, up to which enough digits are left of the sums, which are taken about 0."""
 TINY: tl.constexpr = tl.constexpr(2.0**-12)
+_COUNTS = ("queries", "keys", "blocks", "chunks")
+"""What changes with the lengths, and is to make no other version of a kernel."""
 
 
 @triton.jit
@@ -45,7 +47,7 @@ def multiplied(left, right, total, WIDEN: tl.constexpr):
         return tl.dot(left, right, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("chunks",))
 def chunk_kernel(k, grams, sums, heads, keys, chunk, chunks, BN: tl.constexpr, D: tl.constexpr, WIDEN: tl.constexpr):
     """Σkkᵀ and Σk of one chunk."""
     program = tl.program_id(0)
@@ -67,7 +69,7 @@ def chunk_kernel(k, grams, sums, heads, keys, chunk, chunks, BN: tl.constexpr, D
     tl.store(sums + same, total, mask=(tl.arange(0, 64) == 0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def before_kernel(
     grams, sums, tables, means, keys, chunk, chunks, BC: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr
 ):
@@ -104,7 +106,7 @@ def before_kernel(
         total += tl.sum(own_total, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS)
 def moments_kernel(
     q, k, tables, means, scale, logsumexp, mean_of, std_of, first_of, mark,
     heads, group, queries, keys, chunk, blocks, chunks, scale_batch, scale_head, marked_rows,

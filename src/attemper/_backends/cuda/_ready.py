@@ -22,9 +22,9 @@ def launch(kernel: Any, programs: int, arguments: tuple[Any, ...], *, form: Hash
     """Run a kernel with all its arguments in order, constants included.
 
     `form`, for who knows it without looking at every argument, has to differ wherever arguments differ in a type, a
-    constant, a number, the alignment of a pointer or the device.
+    constant, what Triton looks at in a number, the alignment of a pointer or the device.
     """
-    key = (kernel, form_of_all(arguments) if form is None else form, *options.values())
+    key = (kernel, form_of_all(kernel, arguments) if form is None else form, *options.values())
     compiled = _COMPILED.get(key)
     if compiled is not None and not kernel.pre_run_hooks:
         compiled[(programs, 1, 1)](*arguments)
@@ -42,20 +42,30 @@ def form_of(x: Tensor | None) -> Hashable:
     return None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16 == 0)
 
 
-def form_of_all(arguments: Iterable[Any]) -> Hashable:
-    """All that Triton would look at, and numbers as they are."""
-    form: list[Any] = []
-    for x in arguments:
-        if isinstance(x, Tensor):
-            form += (x.dtype, x.device, x.data_ptr() % 16 == 0)
-        elif isinstance(x, tuple):
-            form.append(form_of_all(x))
-        elif isinstance(x, TensorDescriptor):
-            form += (TensorDescriptor, x.base.dtype, x.base.device, *x.block_shape)
+def form_of_all(kernel: Any, arguments: Iterable[Any]) -> Hashable:
+    """All that Triton would look at."""
+    form: list[Hashable] = []
+    # The interpreter's kernels know no parameters, and are not remembered.
+    for parameter, x in zip(getattr(kernel, "params", ()), arguments, strict=False):
+        if parameter.is_constexpr:
+            form.append(x)
         else:
-            # A compiled kernel takes any number that has a fraction.
-            form.append(float if isinstance(x, float) else x)
+            form.append(-(2**31) <= x < 2**31 if parameter.do_not_specialize else look_at(x))
     return tuple(form)
+
+
+def look_at(x: Any) -> Hashable:
+    """What Triton would, of an argument that is not a constant."""
+    if type(x) is int:
+        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
+    if isinstance(x, Tensor):
+        return x.dtype, x.device, x.data_ptr() % 16 == 0
+    if isinstance(x, tuple):
+        return tuple(map(look_at, x))
+    if isinstance(x, TensorDescriptor):
+        return TensorDescriptor, x.base.dtype, x.base.device, *x.block_shape
+    # A compiled kernel takes any number that has a fraction.
+    return (type(x),)
 
 
 def copyable(x: Tensor) -> bool:

@@ -68,7 +68,7 @@ class Kind(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The numbers of a call."""
+    """The numbers of a call; a kernel is given some of them `disguised`, and begins with `sizes_of` them."""
 
     heads: Any
     group: Any
@@ -91,6 +91,35 @@ class Sizes(NamedTuple):
     low: Any = 0
     """Of a band: query i sees i + low ≤ key < i + high."""
     high: Any = 0
+
+
+def disguised(n: int) -> int:
+    """A count for a tuple of a kernel: 1 stays 1, and 16 divides none.
+
+    For numbers in a tuple that are 1 or that 16 divides Triton compiles anew, whatever it is told, and lengths change
+    from call to call. One query, or one block of them, is worth a kernel of its own.
+    """
+    return 4 * n - 3
+
+
+@triton.jit
+def undisguised(n):
+    # From 2²⁹ on it comes in 64 bits.
+    return tl.full([], (n + 3) // 4, tl.int32)
+
+
+@triton.jit
+def sizes_of(given, PLAIN: tl.constexpr):
+    """The numbers of a call as they are: what all calls of a model share was never disguised, nor PLAIN lengths."""
+    queries, keys, bound_batch, low, high = given.queries, given.keys, given.bound_batch, given.low, given.high
+    if not PLAIN:
+        queries, keys, bound_batch = undisguised(queries), undisguised(keys), undisguised(bound_batch)
+        low, high = undisguised(low), undisguised(high)
+    return Sizes(
+        given.heads, given.group, given.stack, queries, keys, given.depth, given.value_depth,
+        undisguised(given.blocks), undisguised(given.splits), bound_batch, given.scale_batch, given.scale_head,
+        given.sinks_batch, given.sinks_head, given.kept, low, high,
+    )  # fmt: skip
 
 
 class Rows(NamedTuple):
@@ -144,6 +173,7 @@ class Dropped(NamedTuple):
     seed: Any
     threshold: Any
     period: Any
+    """Disguised."""
 
 
 @triton.jit
@@ -306,7 +336,8 @@ def splitmix(x):
 def draws_of_rows(dropped, rows, sizes):
     """The two words from which each row draws: see `attemper._dropout`."""
     start = splitmix(tl.load(dropped.seed).to(tl.uint64, bitcast=True))
-    row = ((rows.batch % dropped.period).to(tl.int64) * sizes.heads + rows.head) * sizes.queries + rows.query
+    batch = rows.batch % undisguised(dropped.period)
+    row = (batch.to(tl.int64) * sizes.heads + rows.head) * sizes.queries + rows.query
     own = splitmix(start + (row + 1).to(tl.uint64) * tl.full([], 0x9E3779B97F4A7C15, tl.uint64))
     return own.to(tl.uint32), (own >> 32).to(tl.uint32)
 
