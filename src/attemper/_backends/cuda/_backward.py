@@ -258,6 +258,7 @@ def to_queries_kernel(
     q, k, v, grad, to_q, to_mask, flow, along, first, stop, scale, softcap, constants, masked, dropped, sizes,
     kind: tl.constexpr,
 ):  # fmt: skip
+    sizes = sizes_of(sizes, True)
     program = tl.program_id(0)
     to_queries(
         program // sizes.blocks, sizes.blocks - 1 - program % sizes.blocks, q, k, v, grad, to_q, to_mask, flow, along,
@@ -265,12 +266,13 @@ def to_queries_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def marked_to_queries_kernel(
     q, k, v, grad, to_q, to_mask, flow, along, first, stop, scale, softcap, constants, masked, dropped, sizes, marks,
     count, kind: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Of some blocks of rows those that are marked."""
+    sizes = sizes_of(sizes, False)
     begin = tl.program_id(0) * SPAN
     if is_over(marks, begin, count, SPAN):
         return
@@ -288,7 +290,6 @@ def to_queries(
     sizes, kind: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of query rows, with what its pressure and gradient flow are made of."""
-    sizes = sizes_of(sizes, True)
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth
@@ -400,18 +401,20 @@ def to_keys_kernel(
     q, k, v, grad, to_k, to_v, ranges, first, stop, scale, softcap, constants, masked, dropped, sizes,
     kind: tl.constexpr,
 ):  # fmt: skip
+    sizes = sizes_of(sizes, True)
     to_keys(
         tl.program_id(0), q, k, v, grad, to_k, to_v, ranges, first, stop, scale, softcap, constants, masked, dropped,
         sizes, kind,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def marked_to_keys_kernel(
     q, k, v, grad, to_k, to_v, ranges, first, stop, scale, softcap, constants, masked, dropped, sizes, marks, count,
     kind: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Of some tiles of keys those that are marked."""
+    sizes = sizes_of(sizes, False)
     begin = tl.program_id(0) * SPAN
     if is_over(marks, begin, count, SPAN):
         return
@@ -429,7 +432,6 @@ def to_keys(
     kind: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a tile of keys and values, from all query rows of the heads that share them."""
-    sizes = sizes_of(sizes, True)
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     D: tl.constexpr = kind.depth

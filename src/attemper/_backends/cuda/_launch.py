@@ -486,26 +486,25 @@ def _gradients(
     rows = (saved.max_logit, saved.largest_weight, share, pull, pivot, level, slope, bend)
     constants = Constants(*(x.contiguous() for x in rows))
     softcap = 1.0 if call.softcap is None else call.softcap
-    shared = (*bounds, call.scale, softcap, constants, _masked(call), _dropped(call), sizes)
+    shared = (*bounds, call.scale, softcap, constants, _masked(call), _dropped(call))
     q, k, v = (matrix_of(x, call) for x in (call.q, call.k, call.v))
     for_mask = Masked(along, 0, 0, 0, 0) if to_mask is None else Masked(to_mask, *_shared(to_mask))
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
     for_queries = (q, k, v, arriving, matrix_of(to_q, call), for_mask, flow, along, *shared)
     for_keys = (q, k, v, arriving, matrix_of(to_k, call), matrix_of(to_v, call), ranges, *shared)
-    of_queries, of_keys = batch * heads * blocks, batch * kv_heads * triton.cdiv(keys, tile.keys)
+    counts = batch * heads * blocks, batch * kv_heads * triton.cdiv(keys, tile.keys)
     marks = None
     if grad is not None and not extra:
-        counts, measured = (of_queries, of_keys), flow if kind.measure else None
+        measured = flow if kind.measure else None
         marks = _by_hopper(call, grad, constants, ranges, counts, to_q, to_k, to_v, measured)
     if marks is None:
-        launch(to_queries_kernel, of_queries, (*for_queries, kind), **options)
-        launch(to_keys_kernel, of_keys, (*for_keys, kind), **options)
+        launch(to_queries_kernel, counts[0], (*for_queries, sizes, kind), **options)
+        launch(to_keys_kernel, counts[1], (*for_keys, sizes, kind), **options)
         return
-    for again, given, mark, count in (
-        (marked_to_queries_kernel, for_queries, marks[0], of_queries),
-        (marked_to_keys_kernel, for_keys, marks[1], of_keys),
-    ):
-        launch(again, triton.cdiv(count, SPAN), (*given, mark, count, kind, SPAN), **options)
+    sizes = _sizes(call, blocks, plain=False)
+    kernels = marked_to_queries_kernel, marked_to_keys_kernel
+    for kernel, given, mark, count in zip(kernels, (for_queries, for_keys), marks, counts, strict=True):
+        launch(kernel, triton.cdiv(count, SPAN), (*given, sizes, mark, count, kind, SPAN), **options)
     if kind.measure:
         _dots(call, call.q, to_q, along)
         along /= call.scale.to(call.wide)[..., None]
