@@ -31,7 +31,7 @@ import triton  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from attemper import attend, read  # noqa: E402
-from attemper._backends.cuda import _launch  # noqa: E402
+from attemper._backends.cuda import _form  # noqa: E402
 from attemper._reading import MEASURED  # noqa: E402
 
 RESULTS = HERE / "results"
@@ -90,11 +90,11 @@ def portable(call):
     """The kernels that are not for Hopper alone."""
 
     def run(*operands):
-        keep, _launch._gluon = _launch._gluon, lambda _name: None  # noqa: SLF001
+        keep, _form.gluon = _form.gluon, lambda _name: None
         try:
             return call(*operands)
         finally:
-            _launch._gluon = keep  # noqa: SLF001
+            _form.gluon = keep
 
     return run
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attemper import attend, read
 from attemper._attend import gradient_flow_beside
-from attemper._backends.cuda import _cudnn, _launch, _moments
+from attemper._backends.cuda import _cudnn, _form, _moments
 
 TOKENS, HEADS, KEYS = 300, 2, 4096
 MASKS = {"full": {}, "causal": {"is_causal": True}, "window": {"window": (40, 0)}}
@@ -203,10 +203,10 @@ def main():
         running = [subprocess.Popen([sys.executable, __file__, kernels, f"{i}/{count}"]) for i in range(count)]
         return max(process.wait() for process in running)
     if kernels == "portable":
-        _launch._gluon = lambda _name: None  # noqa: SLF001
+        _form.gluon = lambda _name: None
     else:
         for name, function in (("_hopper", "forward"), ("_hopper_to_queries", "run"), ("_hopper_to_keys", "run")):
-            module = _launch._gluon(name)  # noqa: SLF001
+            module = _form.gluon(name)
             assert module is not None, "there is no Gluon here"
             setattr(module, function, counted(getattr(module, function)))
     place, step = map(int, part.split("/"))

@@ -22,7 +22,7 @@ from triton.compiler import CompiledKernel
 
 from attemper._backends import _operator, cuda
 from attemper._backends._operator import call_of, empty, empty_output, row_by_row, tiles
-from attemper._backends.cuda import _cudnn, _launch, _moments, _ready
+from attemper._backends.cuda import _cudnn, _form, _launch, _launch_backward, _moments, _ready
 from attemper._problem import pose
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -279,7 +279,7 @@ class TestLongCalls:
         monkeypatch.setattr(_launch, "_moments", SimpleNamespace(**vars(_moments) | {"fill": fill}))
         if DEVICE == "cpu":
             monkeypatch.setattr(_launch, "_copy_engine", lambda device: getattr(request, "param", True))
-        monkeypatch.setattr(_launch, "_gluon", lambda name: None)
+        monkeypatch.setattr(_form, "gluon", lambda name: None)
         return filled, marked
 
     def agrees(self, q, k, v, names=LONG_FIELDS, **options):
@@ -706,7 +706,7 @@ class TestCudnn:
         assert found == [{"logsumexp"}, {"logsumexp"}, rows, {*rows, "wide_output"}, {*rows, "wide_output"}]
 
     def test_pressure_alone(self, asked, monkeypatch):
-        monkeypatch.delattr(_launch, "flow_kernel")
+        monkeypatch.delattr(_launch_backward, "flow_kernel")
         _, reading = gradients(three(dim=64, dtype=torch.bfloat16), {}, backend="cuda", stats="pressure")
         _, expected = gradients(wide(three(dim=64, dtype=torch.bfloat16)), {}, backend="torch")
         torch.testing.assert_close(reading.pressure.double(), expected.pressure, rtol=5e-2, atol=5e-2)
@@ -942,7 +942,7 @@ triton.compiler.compile = compile
 from attemper import attend
 from attemper._backends import cuda
 from attemper._backends._operator import call_of, empty_output
-from attemper._backends.cuda import _launch, _moments
+from attemper._backends.cuda import _form, _launch, _launch_backward, _moments
 from attemper._problem import pose
 
 cuda.unsupported = lambda problem: None
@@ -956,12 +956,12 @@ def launch(kernel, programs, arguments, *, form=None, **options):
     else:
         raise AssertionError(kernel)
 
-kind = _launch._kind
-_launch._kind = lambda *given, **named: kind(*given, **named)._replace(widen=False)
-_launch.launch = _moments.launch = launch
+kind_of = _form.kind_of
+_form.kind_of = lambda *given, **named: kind_of(*given, **named)._replace(widen=False)
+_launch.launch = _launch_backward.launch = _moments.launch = launch
 _launch._copy_engine = lambda device: COPIED
 _launch._shared_memory = lambda device: 227 * 1024
-_launch._gluon = lambda name: None
+_form.gluon = lambda name: None
 _moments.PORTABLE_SUMMED_KEYS = dict.fromkeys(((64, False), (64, True), (128, False), (128, True)), (128, 128))
 for COPIED, dtype in ((False, "float32"), (False, "bfloat16"), (True, "bfloat16")):
     head_dim = 128 if COPIED else 64
@@ -978,16 +978,17 @@ for COPIED, dtype in ((False, "float32"), (False, "bfloat16"), (True, "bfloat16"
     ):
         attend(q, q, q, backend="cuda", **options)[0].sum().backward()
         assert q.grad is not None
-    by_hopper, _launch._by_hopper = _launch._by_hopper, lambda *given: [torch.zeros(20).int()] * 2
+    by_hopper, _launch_backward._by_hopper = _launch_backward._by_hopper, lambda *given: [torch.zeros(20).int()] * 2
     attend(q, q, q, is_causal=True, backend="cuda")[0].sum().backward()
-    _launch._by_hopper = by_hopper
+    _launch_backward._by_hopper = by_hopper
     problem = pose(q.detach(), q.detach(), q.detach())
     call = call_of(problem, problem.batch, banded=True)
     rows = torch.zeros(q.shape[:-1])
     fields = _launch._fields(call, {})
     _launch._after_hopper(call, 2, empty_output(call, q.dtype), None, fields, torch.zeros(20).int(), opening=True)
-    _launch._dots(call, q.detach(), q.detach(), rows)
-    _launch._flow(call, _launch.Saved(rows, rows, rows, rows, rows, rows, rows), q.detach(), rows, rows)
+    _launch_backward._dots(call, q.detach(), q.detach(), rows)
+    saved = _launch_backward.Saved(rows, rows, rows, rows, rows, rows, rows)
+    _launch_backward._flow(call, saved, q.detach(), rows, rows)
 print(*sorted(seen))
 """
 

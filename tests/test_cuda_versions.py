@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from attemper import attend
 from attemper._backends import cuda
 from attemper._backends._operator import call_of, empty_output
-from attemper._backends.cuda import _launch, _moments, _ready
+from attemper._backends.cuda import _form, _launch, _launch_backward, _moments, _ready
 from attemper._problem import pose
 
 backend = make_backend(GPUTarget("cuda", 90, 32))
@@ -51,7 +51,7 @@ def run(kernel, *arguments, grid, warmup, **options):
 
 JITFunction.run = run
 cuda.unsupported = lambda problem: None
-_launch._gluon = lambda name: None
+_form.gluon = lambda name: None
 _launch.splits_for = lambda programs, keys, tile, device: max(1, keys // 512) if tile == 128 else 1
 
 def blank(*shape):
@@ -76,8 +76,8 @@ def beside_hopper(batch, length, causal):
     rows, marks = torch.empty(q.shape[:-1]), torch.empty(q.numel() // 64, dtype=torch.int32)
     _launch._after_hopper(call, 2, empty_output(call, q.dtype), None, _launch._fields(call, {}), marks, opening=True)
     _moments.fill(call, dict.fromkeys(("logsumexp", "score_mean", "score_std", "first_key_weight"), rows), marks, 64)
-    _launch._dots(call, q, q, rows)
-    _launch._flow(call, _launch.Saved(*[rows] * 7), q, rows, rows)
+    _launch_backward._dots(call, q, q, rows)
+    _launch_backward._flow(call, _launch_backward.Saved(*[rows] * 7), q, rows, rows)
 
 for case in (train, train_padded, decode, beside_hopper):
     for causal in (True, False):

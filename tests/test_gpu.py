@@ -8,7 +8,7 @@ from attemper import attend, read, watch
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA GPU here", allow_module_level=True)
 
-from attemper._backends.cuda import _launch, _moments
+from attemper._backends.cuda import _form, _moments
 
 FIELDS = (
     "max_logit",
@@ -81,7 +81,7 @@ def test_more_than_2_to_the_31_elements(head_dim):
 def test_the_kernel_for_hopper_and_the_other_agree(head_dim, causal, monkeypatch):
     q, k, v = (draw(2, 4, 1000, head_dim) for _ in range(3))
     one = attend(q, k, v, is_causal=causal)
-    monkeypatch.setattr(_launch, "_gluon", lambda _name: None)
+    monkeypatch.setattr(_form, "gluon", lambda _name: None)
     other = attend(q, k, v, is_causal=causal)
     torch.testing.assert_close(one.output, other.output, rtol=2e-2, atol=4e-3)
     for name in FIELDS:
@@ -103,7 +103,7 @@ def test_moments_from_sums_over_keys(head_dim, causal, hopper, monkeypatch):
     kinds = dict.fromkeys(((64, causal), (128, causal)), (128, 128))
     monkeypatch.setattr(_moments, "SUMMED_KEYS" if hopper else "PORTABLE_SUMMED_KEYS", kinds)
     if not hopper:
-        monkeypatch.setattr(_launch, "_gluon", lambda _name: None)
+        monkeypatch.setattr(_form, "gluon", lambda _name: None)
     q, k, v = (draw(1, 32, 8000, head_dim) for _ in range(3))
     k += 0.2 * draw(head_dim)
     rows = torch.tensor([0, 1, 63, 64, 511, 512, 600, 4097, 7999], device="cuda")
@@ -137,7 +137,7 @@ def test_gradients_by_cudnn_and_by_our_own(head_dim, kv_heads, own):
 def test_our_own_gradients_with_all_of_the_gpu_at_it(head_dim, options, hopper, monkeypatch):
     """Right, and the same every time."""
     if not hopper:
-        monkeypatch.setattr(_launch, "_gluon", lambda _name: None)
+        monkeypatch.setattr(_form, "gluon", lambda _name: None)
     q, grad = draw(2, 16, 1990, head_dim), draw(2, 16, 1990, head_dim)
     k, v = draw(2, 8, 1990, head_dim), draw(2, 8, 1990, head_dim)
     options = {**options, "enable_gqa": True, "stats": ("pressure", "gradient_flow")}

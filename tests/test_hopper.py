@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attemper._backends._operator import COUNTS, empty_output
-from attemper._backends.cuda import _cudnn, _launch, _moments
+from attemper._backends.cuda import _cudnn, _form, _launch, _moments
 
 FIELDS = (
     "logsumexp",
@@ -461,7 +461,7 @@ class TestAttend:
 
     @pytest.fixture(autouse=True)
     def emulated(self, emulator, monkeypatch):
-        monkeypatch.setattr(_launch, "_gluon", lambda name: emulator.load(f"attemper._backends.cuda.{name}"))
+        monkeypatch.setattr(_form, "gluon", lambda name: emulator.load(f"attemper._backends.cuda.{name}"))
         yield
         assert {name for name, _, _ in emulator.launches} == {"_kernel"}
 

@@ -10,7 +10,7 @@ from gluon_emulator import Emulator, RaceError
 from hopper_cases import call_for, close, draw, in_float64, registers_add_up, seen_in, three
 
 from attemper import attend
-from attemper._backends.cuda import _launch
+from attemper._backends.cuda import _form
 
 HERE = "attemper._backends.cuda."
 MASKS = {
@@ -307,7 +307,7 @@ class TestAttend:
 
     @pytest.fixture(autouse=True)
     def emulated(self, emulator, monkeypatch):
-        monkeypatch.setattr(_launch, "_gluon", lambda name: emulator.load(HERE + name))
+        monkeypatch.setattr(_form, "gluon", lambda name: emulator.load(HERE + name))
 
     def both(self, operands, grad, **options):
         """Gradients and Reading of the kernels in bfloat16, and the right ones."""

@@ -7,7 +7,8 @@
               does with a tile of scores, _hopper_scribe writes down what it measured
     _hopper_to_queries, _hopper_to_keys  gradients of simple calls, for Hopper GPUs
     _cudnn    the same by cuDNN               _flow      what is measured beside it
-    _launch   from a call to kernels          _ready     launches without looking at every argument again
+    _launch, _launch_backward  from a call to kernels, with what _form makes of it
+    _ready    launches without looking at every argument again
 
 Triton's interpreter runs them on the CPU too (TRITON_INTERPRET=1), for their tests.
 """
@@ -69,13 +70,13 @@ def needs(call: Call, stats: frozenset[str]) -> frozenset[str]:
 
 def backward(call: Any, saved: Any, upstream: Any, *, bias_too: bool, flow_too: bool) -> Any:
     """The gradients for torch's operator."""
-    from ._launch import backward
+    from ._launch_backward import backward
 
     return backward(call, saved, upstream, bias_too=bias_too, flow_too=flow_too)
 
 
 def flow(call: Any, saved: Any, grad: Any) -> Any:
     """The gradient flow of a plain call without its gradients; None where it needs them."""
-    from ._launch import flow
+    from ._launch_backward import flow
 
     return flow(call, saved, grad)

@@ -1,12 +1,9 @@
-"""From a call to the launch of kernels: what they are compiled for, what they are told, where their results go."""
+"""From a call to the launch of kernels, and where their results go."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -14,40 +11,16 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .._operator import COUNTS, Call, Saved, Upstream, empty, empty_gradient, empty_output, over_shared
-from . import _cudnn, _moments
-from ._backward import (
-    Constants,
-    marked_to_keys_kernel,
-    marked_to_queries_kernel,
-    pull_kernel,
-    to_keys_kernel,
-    to_queries_kernel,
-)
-from ._flow import dots_kernel, flow_kernel
+from .._operator import COUNTS, Call, empty, empty_output
+from . import _form, _moments
+from ._form import HOPPER_ROWS, SPAN, Tiling
 from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
 from ._ready import MOST, copyable, form_of, launch, look_at, strides_of
-from ._tile import BAND, BIAS, BOOL_MASK, NO_MASK, Dropped, Kind, Masked, Sizes, disguised, matrix_of, stride_of
+from ._tile import Kind, Sizes, matrix_of
 
 NEED_NO_SUMS = frozenset(("max_logit", "logsumexp", "largest_weight", "visible_keys", "sink_mass", "output_norm"))
 PEAKS = frozenset(("max_logit", "largest_weight", "max_qk"))
 NEED_SUMS = frozenset(("expected_score", "entropy", "collision"))
-HOPPER_ROWS = 64
-"""Query rows that the kernel for Hopper marks together."""
-
-SPAN = 32
-"""Blocks of rows that one program looks through for marked ones."""
-
-
-class Tiling(NamedTuple):
-    """How a problem is cut, and for how many threads."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None
-    """At most, of a thread: where two blocks on a processor gain more than some spilled numbers cost."""
 
 
 def tiling(call: Call, depth: int, rows: int) -> Tiling:
@@ -86,13 +59,6 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
-def backward_tiling(call: Call, depth: int) -> Tiling:
-    """The tiles of a backward pass."""
-    if call.q.dtype == torch.float32:
-        return Tiling(32, 32 if depth <= 64 else 16, 4, 1)
-    return Tiling(64, 64, 4, 2) if depth <= 128 else Tiling(32, 32, 4, 1)
-
-
 def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor | None, dict[str, Tensor]]:
     """The output and the fields of the Reading that `stats` names."""
     q = call.q
@@ -106,8 +72,8 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
             wide = found["wide_output"] = empty_output(call, call.wide)
     if not rows.numel():
         return output, found
-    hopper = _gluon("_hopper")
-    with _on(q.device):
+    hopper = _form.gluon("_hopper")
+    with _form.on(q.device):
         if hopper is None or not hopper.takes(call):
             _portable(call, measure, output, wide, found)
             return output, found
@@ -184,24 +150,10 @@ def _fields(call: Call, found: dict[str, Tensor]) -> Fields:
 _KINDS = {False: torch.float32, True: torch.int64}
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@cache
-def _gluon(name: str) -> Any:
-    """A module of kernels for Hopper; None where Triton has no Gluon, whose interface is not settled."""
-    try:
-        return import_module(f".{name}", __package__)
-    except ImportError:
-        return None
-
-
 def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | None, found: dict[str, Tensor]) -> None:
     batch, heads, queries, depth = call.q.shape
     value_dim = 0 if call.v is None else call.v.shape[3]
-    deep, value_deep = _power(depth), _power(value_dim)
+    deep, value_deep = _form.power_of_2(depth), _form.power_of_2(value_dim)
     stack = call.group if queries < HOPPER_ROWS else 1
     tile = tiling(call, max(deep, value_deep), stack * queries)
     blocks = triton.cdiv(stack * queries, tile.rows)
@@ -215,7 +167,7 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         of_rows = [_described(call.q if x is None else x, tile.rows) for x in (call.q, output)]
         of_keys = [_described(call.k if x is None else x, tile.keys) for x in (call.k, call.v)]
         copies = of_rows[0], *of_keys, of_rows[1]
-    kind = _kind(call, tile, measure=measure, values=call.v is not None)
+    kind = _form.kind_of(call, tile, measure=measure, values=call.v is not None)
     kind = kind._replace(wide=wide is not None, stacked=stack > 1)
     if summed:
         found = {"logsumexp": empty(call, "logsumexp", call.q.shape[:-1])} | found
@@ -230,12 +182,12 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         shared=splits == 1 and _share_a_key(call, tile.rows),
         opens=splits == 1 and _begins_at_first_key(call),
     )
-    sizes = _sizes(call, blocks, stack, splits, plain=not call.bounded)
+    sizes = _form.sizes_for(call, blocks, stack, splits, plain=not call.bounded)
     q, k = matrix_of(call.q, call), matrix_of(call.k, call)
     v, out, full = (matrix_of(x, call) for x in (call.v, output, wide))
-    shared = (*_bounds(call), call.scale, call.scale if call.sinks is None else call.sinks)
+    shared = (*_form.bounds_of(call), call.scale, call.scale if call.sinks is None else call.sinks)
     softcap = 1.0 if call.softcap is None else call.softcap
-    masked, dropped = _masked(call), _dropped(call)
+    masked, dropped = _form.masked_of(call), _form.dropped_of(call)
     partial = call.scale
     if splits > 1:
         size = programs * splits * tile.rows * (PARTS.value + value_deep)
@@ -248,7 +200,7 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         launch(merge_kernel, programs, (*shared, masked, dropped, sizes, *into, partial, kind))
     if summed:
         _moments.fill(call, found, marks, tile.rows)
-    again = (q, k, v, *given, _sizes(call, blocks, stack, plain=False), *into, programs, kind, SPAN)
+    again = (q, k, v, *given, _form.sizes_for(call, blocks, stack, plain=False), *into, programs, kind, SPAN)
     # It holds more than one block of four warps has room for.
     warps = 8 if tile.rows == 128 else tile.warps
     launch(careful_kernel, triton.cdiv(programs, SPAN), again, num_warps=warps, num_stages=1)
@@ -313,13 +265,13 @@ def _after_hopper(
     q, k = matrix_of(call.q, call), matrix_of(call.k, call)
     options = {"num_warps": plan.tile.warps, "num_stages": plan.tile.stages}
     if opening:
-        arguments = (q, k, *_bounds(call), call.scale, plan.sizes, fields, plan.kind)
+        arguments = (q, k, *_form.bounds_of(call), call.scale, plan.sizes, fields, plan.kind)
         launch(opening_kernel, plan.blocks, arguments, form=plan.form, **options)
     v, out, full = (matrix_of(x, call) for x in (call.v, output, wide))
     sinks = call.scale if call.sinks is None else call.sinks
     again = (
-        q, k, v, *_bounds(call), call.scale, sinks, 1.0, _masked(call), _dropped(call), plan.sizes, out, full, fields,
-        marks, plan.blocks, plan.kind, SPAN,
+        q, k, v, *_form.bounds_of(call), call.scale, sinks, 1.0, _form.masked_of(call), _form.dropped_of(call),
+        plan.sizes, out, full, fields, marks, plan.blocks, plan.kind, SPAN,
     )  # fmt: skip
     launch(careful_kernel, triton.cdiv(plan.blocks, SPAN), again, form=plan.form, **options)
 
@@ -328,10 +280,10 @@ def _plan(call: Call, measure: int, output: Tensor | None, wide: Tensor | None) 
     batch, heads, queries, depth = call.q.shape
     tile = Tiling(HOPPER_ROWS, 64 if depth <= 64 else 32, 4, 1)
     blocks = triton.cdiv(queries, tile.rows)
-    kind = _kind(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
-    sizes = _sizes(call, blocks, plain=False)
+    kind = _form.kind_of(call, tile, measure=measure, values=call.v is not None)._replace(wide=wide is not None)
+    sizes = _form.sizes_for(call, blocks, plain=False)
     matrices = [matrix_of(x, call) for x in (call.q, call.k, call.v, output, wide)]
-    form = (kind, look_at((*matrices, *_bounds(call), call.scale, call.sinks, sizes)))
+    form = (kind, look_at((*matrices, *_form.bounds_of(call), call.scale, call.sinks, sizes)))
     return Plan(tile, batch * heads * blocks, kind, sizes, form)
 
 
@@ -343,279 +295,3 @@ def splits_for(programs: int, keys: int, tile: int, device: torch.device) -> int
         return 1
     # Two blocks to a processor, each of some tiles at least.
     return max(1, min(2 * int(processors) // programs, tiles // 4))
-
-
-def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, flow_too: bool) -> tuple[Tensor, ...]:
-    """The gradients of (q, k, v, mask, scale, sinks), and what the backward pass measures."""
-    q, k, v = call.q, call.k, call.v
-    if upstream.output is not None and not any(x is not None for x in upstream[1:]) and _cudnn.takes(call):
-        with _on(q.device):
-            found = _by_cudnn(call, saved, upstream.output, flow_too=flow_too)
-        if found is not None:
-            return found
-    if not saved.max_logit.numel():
-        # Kept for cuDNN: the logsumexp will do, if with fewer digits.
-        ones = torch.ones_like(saved.logsumexp)
-        saved = saved._replace(max_logit=saved.logsumexp, largest_weight=ones)
-    like: dict[str, Any] = {"dtype": call.wide, "device": q.device}
-    bias = call.mask if bias_too else None
-    to_mask = torch.zeros((0,) if bias is None else bias.shape, **like)
-    to_q, to_k = empty_gradient(q), empty_gradient(k)
-    to_v = q.new_empty(0) if v is None else empty_gradient(v)
-    pull, along, flow = (torch.zeros(q.shape[:-1], **like) for _ in range(3))
-    if along.numel() and k.shape[2] and q.shape[3]:
-        with _on(q.device):
-            _gradients(call, saved, upstream, pull, along, flow, to_q, to_k, to_v, None if bias is None else to_mask)
-    else:
-        for x in (to_q, to_k, to_v):
-            x.zero_()
-    if saved.gradients.numel():
-        # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
-        saved.gradients.data[:1].fill_(1)
-        saved.gradients.data[1:] = torch.stack((flow, along * call.scale.to(call.wide)[..., None])).flatten()
-    to_sinks = q.new_empty(0)
-    if call.sinks is not None:
-        sinks = call.sinks.to(call.wide)[..., None]
-        mass = torch.where(sinks == -math.inf, 0, torch.sigmoid(sinks - saved.logsumexp))
-        to_sinks = over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks).to(call.sinks.dtype)
-    to_scale = over_shared(along, call.scale).to(call.scale.dtype)
-    return to_q, to_k, to_v, to_mask.to(q.dtype if bias is None else bias.dtype), to_scale, to_sinks
-
-
-def _by_cudnn(call: Call, saved: Saved, grad: Tensor, *, flow_too: bool) -> tuple[Tensor, ...] | None:
-    """The same by cuDNN, where torch would take it."""
-    found = _cudnn.gradients(call, saved.output, saved.logsumexp, grad)
-    if found is None:
-        return None
-    q = call.q
-    if saved.gradients.numel():
-        # Through .data, and the kernels behind torch's back: see above.
-        saved.gradients.data[:1].fill_(1)
-        flow, pressure = saved.gradients.data[1:].view(2, *q.shape[:-1])
-        _dots(call, q, found[0], pressure)
-        if flow_too:
-            pull = torch.empty(q.shape[:-1], dtype=call.wide, device=q.device)
-            _dots(call, grad, saved.output, pull)
-            _flow(call, saved, grad, pull, flow)
-    # The scale is a number here, to which nothing flows.
-    return *found, q.new_empty(0), torch.zeros_like(call.scale), q.new_empty(0)
-
-
-def flow(call: Call, saved: Saved, grad: Tensor) -> Tensor | None:
-    """The gradient flow of a call of which nobody wants the gradients; None where only they tell."""
-    if not _cudnn.takes(call):
-        return None
-    pull, found = (torch.empty(call.q.shape[:-1], dtype=call.wide, device=call.q.device) for _ in range(2))
-    with _on(call.q.device):
-        _dots(call, grad, saved.output, pull)
-        _flow(call, saved, grad, pull, found)
-    return found
-
-
-def _dots(call: Call, left: Tensor, right: Tensor, found: Tensor) -> None:
-    """The products of rows of two matrices, each (batch, heads, queries, x)."""
-    batch, heads, queries, depth = left.shape
-    blocks = triton.cdiv(queries, HOPPER_ROWS)
-    one, other = matrix_of(left, call), matrix_of(right, call)
-    arguments = (one, other, found, _sizes(call, blocks, plain=False), depth, HOPPER_ROWS, _power(depth))
-    launch(dots_kernel, batch * heads * blocks, arguments)
-
-
-def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) -> None:
-    """The gradient flow of a plain call into `flow`; `pull` is ⟨dO, O⟩ of each row."""
-    batch, heads, queries, _ = call.q.shape
-    max_logit, peak = saved.max_logit.contiguous(), saved.largest_weight.contiguous()
-    hopper = _gluon("_hopper_to_queries")
-    if hopper is not None and hopper.takes(call, grad):
-        counter = torch.zeros(1, dtype=torch.int32, device=grad.device)
-        hopper.run(call, grad, hopper.Rows(max_logit, peak, peak, pull), None, flow, counter)
-        return
-    tile = Tiling(64, 64, 4, 2)
-    blocks = triton.cdiv(queries, tile.rows)
-    sizes = _sizes(call, blocks, plain=True)
-    kind = _kind(call, tile, measure=1, values=True)
-    matrices = (matrix_of(x, call) for x in (call.q, call.k, call.v, grad))
-    arguments = (*matrices, flow, pull, max_logit, peak, *_bounds(call), call.scale, sizes, kind)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    launch(flow_kernel, batch * heads * blocks, arguments, **options)
-
-
-def _gradients(
-    call: Call,
-    saved: Saved,
-    upstream: Upstream,
-    pull: Tensor,
-    along: Tensor,
-    flow: Tensor,
-    to_q: Tensor,
-    to_k: Tensor,
-    to_v: Tensor,
-    to_mask: Tensor | None,
-) -> None:
-    batch, heads, queries, depth = call.q.shape
-    kv_heads, keys = call.k.shape[1:3]
-    grad = None if call.v is None or not call.v.shape[3] else upstream.output
-    if grad is None:
-        to_v.zero_()
-    tile = backward_tiling(call, max(_power(depth), _power(0 if call.v is None else call.v.shape[3])))
-    blocks = triton.cdiv(queries, tile.rows)
-    sizes = _sizes(call, blocks, plain=True)
-    fields = (upstream.logsumexp, upstream.entropy, upstream.expected_score, upstream.collision)
-    extra = any(x is not None for x in fields)
-    kind = _kind(call, tile, measure=int(saved.gradients.numel() > 0), values=grad is not None)
-    kind = kind._replace(extra=extra, to_mask=to_mask is not None)
-    bounds = _bounds(call)
-    ranges = torch.empty(batch * blocks * 4, dtype=torch.int32, device=call.q.device)
-    arriving, output = matrix_of(grad, call), matrix_of(saved.output if grad is not None else None, call)
-    launch(pull_kernel, batch * heads * blocks, (arriving, output, pull, ranges, *bounds, sizes, kind))
-    share, pivot = saved.largest_weight, pull
-    if call.sinks is not None:
-        sinks = call.sinks.to(call.wide)[..., None]
-        passing = torch.where(sinks == -math.inf, 1, torch.sigmoid(saved.logsumexp - sinks))
-        share = saved.largest_weight * passing
-        # Any number will do; the nearer to the mean, the more digits are left.
-        pivot = torch.where(passing > 1e-30, pull / passing, 0.0)
-    level = slope = bend = pull
-    if extra:
-        nothing = torch.zeros_like(pull)
-        of_lse, of_entropy, of_expected, of_collision = (nothing if x is None else x.to(call.wide) for x in fields)
-        expected = saved.expected_score if saved.expected_score.numel() else nothing
-        collision = saved.collision if saved.collision.numel() else nothing
-        level = of_lse + of_expected * (1 - expected) + of_entropy * expected - 2 * of_collision * collision
-        slope, bend = of_expected - of_entropy, 2 * of_collision
-    rows = (saved.max_logit, saved.largest_weight, share, pull, pivot, level, slope, bend)
-    constants = Constants(*(x.contiguous() for x in rows))
-    softcap = 1.0 if call.softcap is None else call.softcap
-    shared = (*bounds, call.scale, softcap, constants, _masked(call), _dropped(call))
-    q, k, v = (matrix_of(x, call) for x in (call.q, call.k, call.v))
-    for_mask = Masked(along, 0, 0, 0, 0) if to_mask is None else Masked(to_mask, *_shared(to_mask))
-    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-    for_queries = (q, k, v, arriving, matrix_of(to_q, call), for_mask, flow, along, *shared)
-    for_keys = (q, k, v, arriving, matrix_of(to_k, call), matrix_of(to_v, call), ranges, *shared)
-    counts = batch * heads * blocks, batch * kv_heads * triton.cdiv(keys, tile.keys)
-    marks = None
-    if grad is not None and not extra:
-        measured = flow if kind.measure else None
-        marks = _by_hopper(call, grad, constants, ranges, counts, to_q, to_k, to_v, measured)
-    if marks is None:
-        launch(to_queries_kernel, counts[0], (*for_queries, sizes, kind), **options)
-        launch(to_keys_kernel, counts[1], (*for_keys, sizes, kind), **options)
-        return
-    sizes = _sizes(call, blocks, plain=False)
-    kernels = marked_to_queries_kernel, marked_to_keys_kernel
-    for kernel, given, mark, count in zip(kernels, (for_queries, for_keys), marks, counts, strict=True):
-        launch(kernel, triton.cdiv(count, SPAN), (*given, sizes, mark, count, kind, SPAN), **options)
-    if kind.measure:
-        _dots(call, call.q, to_q, along)
-        along /= call.scale.to(call.wide)[..., None]
-
-
-def _by_hopper(
-    call: Call,
-    grad: Tensor,
-    constants: Constants,
-    ranges: Tensor,
-    counts: tuple[int, int],
-    to_q: Tensor,
-    to_k: Tensor,
-    to_v: Tensor,
-    flow: Tensor | None,
-) -> list[Tensor] | None:
-    """The gradients and the flow of a plain call, with marks for blocks of 64 queries or keys that are not right.
-
-    None if the call is not for the kernels for Hopper.
-    """
-    for_queries, for_keys = _gluon("_hopper_to_queries"), _gluon("_hopper_to_keys")
-    if for_queries is None or not all(copyable(x) for x in (to_q, to_k, to_v)):
-        return None
-    grad = grad if copyable(grad) else grad.contiguous()
-    if not for_queries.takes(call, grad):
-        return None
-    # Each has a number more, by which the kernel counts.
-    marks = [torch.zeros(count + 1, dtype=torch.int32, device=grad.device) for count in counts]
-    rows = for_queries.Rows(constants.max_logit, constants.peak, constants.share, constants.pull)
-    for_queries.run(call, grad, rows, to_q, flow, marks[0])
-    for_keys.run(call, grad, rows, ranges, to_k, to_v, marks[1])
-    return marks
-
-
-def _kind(call: Call, tile: Tiling, *, measure: int, values: bool) -> Kind:
-    exact = call.q.dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    return Kind(
-        rows=tile.rows,
-        keys=tile.keys,
-        depth=_power(call.q.shape[3]),
-        value_depth=_power(0 if call.v is None else call.v.shape[3]),
-        valued=values,
-        bounded=BAND.value if call.band is not None else int(call.first is not None),
-        # Numbers, not Triton's constants: a kind is compared at every launch.
-        mask=(NO_MASK if call.mask is None else BOOL_MASK if call.mask.dtype == torch.bool else BIAS).value,
-        softcap=call.softcap is not None,
-        dropout=call.dropout_p > 0,
-        sinks=call.sinks is not None,
-        measure=measure,
-        wide=False,
-        split=False,
-        precision="ieee" if exact else "tf32",
-        widen=call.q.device.type == "cpu",
-    )
-
-
-def _sizes(call: Call, blocks: int, stack: int = 1, splits: int = 1, *, plain: bool) -> Sizes:
-    """The numbers of a call; lengths `plain`, as they are, for kernels that are a tenth smaller where 16 divides them.
-
-    These are the gradients, which read numbers of several rows at once, and the forward pass where all see all.
-    """
-    low, high = (0, 0) if call.band is None else call.band
-    lengths = {
-        "queries": call.q.shape[2],
-        "keys": call.k.shape[2],
-        "bound_batch": 0 if call.first is None else stride_of(call.first, 0),
-        "low": low,
-        "high": high,
-    }
-    return Sizes(
-        heads=call.q.shape[1],
-        group=call.group,
-        stack=stack,
-        depth=call.q.shape[3],
-        value_depth=0 if call.v is None else call.v.shape[3],
-        blocks=disguised(blocks),
-        splits=disguised(splits),
-        scale_batch=stride_of(call.scale, 0),
-        scale_head=stride_of(call.scale, 1),
-        sinks_batch=0 if call.sinks is None else stride_of(call.sinks, 0),
-        sinks_head=0 if call.sinks is None else stride_of(call.sinks, 1),
-        kept=1 - call.dropout_p,
-        **(lengths if plain else {name: disguised(n) for name, n in lengths.items()}),
-    )
-
-
-def _bounds(call: Call) -> tuple[Tensor, Tensor]:
-    if call.first is None or call.stop is None:
-        return call.scale, call.scale  # not looked at
-    first, stop = call.first.to(call.q.device), call.stop.to(call.q.device)
-    return (first, stop) if first.stride() == stop.stride() else (first.contiguous(), stop.contiguous())
-
-
-def _masked(call: Call) -> Masked:
-    if call.mask is None:
-        return Masked(call.scale, 0, 0, 0, 0)
-    mask = call.mask.view(torch.int8) if call.mask.dtype == torch.bool else call.mask
-    return Masked(mask, *_shared(mask))
-
-
-def _dropped(call: Call) -> Dropped:
-    seed = call.scale if call.seed is None else call.seed.to(call.q.device)
-    period = max(call.period, 1) if call.dropout_p else 0
-    return Dropped(seed, min(round(call.dropout_p * 2**32), 2**32 - 1), disguised(period))
-
-
-def _shared(x: Tensor) -> tuple[int, ...]:
-    """Strides, 0 along axes of size 1."""
-    return tuple(stride_of(x, axis) for axis in range(x.dim()))
-
-
-def _power(n: int) -> int:
-    """The power of 2 from n on that a product takes."""
-    return max(16, 1 << max(n - 1, 0).bit_length())
