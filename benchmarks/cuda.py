@@ -157,14 +157,19 @@ def measure(dim, heads, length, causal, rounds):
 
 
 def deterministic(function):
-    """With gradients by our own kernels, which add in a fixed order."""
+    """With gradients by our own kernels, which add in a fixed order; new memory is not filled, as torch would."""
 
     def run():
+        keep, torch.utils.deterministic.fill_uninitialized_memory = (
+            torch.utils.deterministic.fill_uninitialized_memory,
+            False,
+        )
         torch.use_deterministic_algorithms(True)
         try:
             return function()
         finally:
             torch.use_deterministic_algorithms(False)
+            torch.utils.deterministic.fill_uninitialized_memory = keep
 
     return run
 
