@@ -220,8 +220,11 @@ def test_what_they_take(emulator):
     assert takes(call, grad)
     assert not takes(call, grad.float())
     assert not takes(call, grad.mT.contiguous().mT)
-    for scale in (0.0, -0.1, torch.tensor([0.1, 0.2])):
+    for scale in (0.0, -0.1, 2.0**20):
         assert not takes(call_for(three(), scale=scale), grad)
+    scales = torch.tensor([0.1, 0.2])
+    assert takes(call_for(three(), scale=scales), grad)
+    assert not takes(call_for(three(kv_heads=1), scale=scales, enable_gqa=True), grad)
     for options in ({"softcap": 3.0}, {"attn_mask": torch.ones(200, 300)}, {"dropout_p": 0.1, "seed": 1}):
         assert not takes(call_for(three(), **options), grad)
 
@@ -381,13 +384,34 @@ class TestAttend:
             assert one.isfinite().all()
             assert (one.double() - other).norm() < 2e-2 * other.norm()
 
-    @pytest.mark.parametrize(
-        "options",
-        [{"attn_mask": torch.ones(150, 150).tril().bool()}, {"softcap": 5.0}, {"scale": torch.tensor([0.1, 0.2])}],
-    )
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("values", [[0.1, 0.3], 0.2, [0.0, 0.2], [-0.1, 0.2], [0.2, 1e-7]])
+    def test_a_scale_that_learns(self, emulator, values, causal):
+        """One per head, or one for all; below 0, or near it, blocks are computed again, and so is what flows to it."""
+        operands = three(150, 150)
+        grad = draw(7, 1, 2, 150, 64)
+        results = []
+        for backend, dtype in (("cuda", torch.bfloat16), ("torch", torch.float64)):
+            q, k, v = (x.detach().to(dtype).requires_grad_() for x in operands)
+            scale = torch.tensor(values, dtype=torch.promote_types(dtype, torch.float32), requires_grad=True)
+            output, reading = attend(q, k, v, scale=scale, is_causal=causal, backend=backend)
+            output.backward(grad.to(dtype))
+            results.append(([x.grad for x in (q, k, v, scale)], reading))
+        assert len(emulator.launches) == 3
+        (found, reading), (right, right_reading) = results
+        for one, other in zip(found[:3], right[:3], strict=True):
+            assert (one.double() - other).norm() <= 2e-2 * other.norm()
+        # A sum over rows of numbers of either sign, each off by what rounding made of it.
+        slack = (right_reading.pressure / torch.tensor(values)[..., None]).nan_to_num(0.0, 0.0, 0.0).norm()
+        assert (found[3].double() - right[3]).norm() <= 5e-2 * torch.maximum(slack, right[3].norm())
+        assert (found[3].double() - right[3]).norm() < right[3].norm() / 2
+        size = right_reading.pressure.abs().max()
+        close(reading.pressure / size, right_reading.pressure / size, rtol=2e-2, atol=2e-2)
+
+    @pytest.mark.parametrize("options", [{"attn_mask": torch.ones(150, 150).tril().bool()}, {"softcap": 5.0}])
     def test_what_is_for_the_other_kernels(self, emulator, options):
         operands = three(150, 150)
         (found, _), (right, _) = self.both(operands, draw(7, 1, 2, 150, 64), **options)
-        assert len(emulator.launches) == ("scale" in options)
+        assert not emulator.launches
         for one, other in zip(found, right, strict=True):
             assert (one.double() - other).norm() < 2e-2 * other.norm()

@@ -10,14 +10,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ._hopper_supply import _LETTER, _LETTERS, _LN_2, _M, _advance, _bounds, _log2, _of_head, _open, _read, _there
+from ._hopper_supply import (
+    _LETTER,
+    _LETTERS,
+    _LN_2,
+    _M,
+    _advance,
+    _bearable,
+    _bounds,
+    _log2,
+    _of_head,
+    _open,
+    _read,
+    _there,
+)
 
 _REFERENCE_LIMIT = gl.constexpr(2.0**70)
 _SUM_LIMIT = gl.constexpr(2.0**60)
 _FAR_MEAN = gl.constexpr(2.0**10)
 """Squared distance of a mean from what its sums were taken about, in variances, up to which enough digits are left."""
-_SCALE_LIMIT = gl.constexpr(2.0**20)
-"""Within it, and within its inverse, _HIDDEN times the scale is a float32 and beyond _REFERENCE_LIMIT."""
 _SCRIBES = gl.constexpr(2)
 """Warps of the scribe, so that each thread has a row."""
 _DESK = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [2, 1], [1, 0]))
@@ -168,7 +179,7 @@ def _scribe(
                 mbarrier.arrive(q_empty.index(q_slot * CONSUMERS + who))
 
             # What is not a number fails every comparison. A row that sees nothing has nothing to fail.
-            good = (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
+            good = _bearable(c)
             good = good & (total < _SUM_LIMIT) & (total > 1 / _SUM_LIMIT) & (gl.abs(reference) < _REFERENCE_LIMIT)
             inverse = 1.0 / total
             log_total = _log2(total)

@@ -35,6 +35,8 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _FARTHEST = gl.constexpr(2**30)
 """Beyond all keys: the least of nothing."""
+_SCALE_LIMIT = gl.constexpr(2.0**20)
+"""Within it, and within its inverse, a hidden score times the scale is a float32, and far below all others."""
 # Bits of `choices`; all others up to 19 are those of `_hopper`.
 _SCALE_PER_BATCH = gl.constexpr(1 << 16)
 _SCALE_PER_HEAD = gl.constexpr(1 << 17)
@@ -379,12 +381,19 @@ def _give(x, desc, batch, head, row, tile):
 
 
 @gluon.jit
-def _flag(flags, x, row, rows):
-    """Store 1 for 64 rows, of so many of a head, that have a number which is not finite."""
+def _bearable(c):
+    """Whether a scale, in powers of two, leaves hidden scores below all others."""
+    return (c < _SCALE_LIMIT) & (c > 1 / _SCALE_LIMIT)
+
+
+@gluon.jit
+def _flag(flags, x, row, rows, c):
+    """Store 1 for 64 rows, of so many of a head, with a number that is not finite or a scale that was not bearable."""
     worst = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     mine = row + gl.arange(0, _M, worst.type.layout)
     flag = flags + row // _M + gl.zeros_like(worst)
-    gl.store(flag, gl.full_like(worst, 1), mask=_there(mine, rows) & (worst >= 0x7F800000))
+    wrong = (worst >= 0x7F800000) | (_bearable(c) ^ True)
+    gl.store(flag, gl.full_like(worst, 1), mask=_there(mine, rows) & wrong)
 
 
 @gluon.jit

@@ -322,11 +322,11 @@ def _consumer(
                 )
 
         mine = flags + (batch * kv_heads + kv_head).to(gl.int64) * gl.cdiv(keys, _M)
-        _flag(mine, to_v, key, keys)
+        _flag(mine, to_v, key, keys, c)
         tma.store_wait(0)
         _give(to_v.to(DTYPE), to_v_desc, batch, kv_head, key, out_tiles.index(who))
         to_k *= c * _LN_2
-        _flag(mine, to_k, key, keys)
+        _flag(mine, to_k, key, keys, c)
         # For a tile of its own there is no room.
         tma.store_wait(0)
         _give(to_k.to(DTYPE), to_k_desc, batch, kv_head, key, out_tiles.index(who))

@@ -7,8 +7,8 @@ rows. The flow of a row is Var_p[dP] / Var[dP], from the sums of dP − pull, it
 gradients come from cuDNN, the flow is all that is left to do.
 
 The weights are powers of two of what lies between a score and the row's largest; by the largest weight, less what a
-sink takes of it, the row is multiplied at its end. 64 rows with a gradient that is not finite are flagged, and somebody
-else has to compute them again.
+sink takes of it, the row is multiplied at its end. 64 rows with a gradient that is not finite, or with a scale that is
+not far enough from 0, are flagged, and somebody else has to compute them again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .._operator import Call
 
 _SCALES = (2.0**-20, 2.0**19)
-"""Scales for which q·k of a hidden key is far below every other."""
+"""Between them a scale is bearable in any case."""
 
 
 @gluon.jit
@@ -175,7 +175,7 @@ def _consumer(
         if GRADIENT:
             share = gl.load(share_ptr + at, mask=there, other=0.0)
             found *= _column(share * c * _LN_2, found)
-            _flag(flags + pair * gl.cdiv(queries, _M), found, row, queries)
+            _flag(flags + pair * gl.cdiv(queries, _M), found, row, queries, c)
             tma.store_wait(0)
             _give(found.to(DTYPE), o_desc, batch, head, gl.where(row < 0, queries, row), o_tiles.index(who))
         if MEASURED:
@@ -261,8 +261,12 @@ def configuration(head_dim: int, *, gradient: bool) -> Configuration:
 
 def takes(call: Call, grad: Tensor) -> bool:
     """Whether a call and the gradient of its output are for this kernel."""
-    inside = call.number is not None and _SCALES[0] < abs(call.number) < _SCALES[1] and call.number > 0
-    return inside and call.v is not None and _hopper.takes(call) and grad.dtype == call.q.dtype and copyable(grad)
+    # One that is not known here is looked at there.
+    bearable = call.number is None or _SCALES[0] < call.number < _SCALES[1]
+    # Of query heads that share keys, the products are added up before they are scaled.
+    one_for_keys = call.scale.shape[1] == 1 or call.group == 1
+    plain = call.v is not None and bearable and one_for_keys
+    return plain and _hopper.takes(call) and grad.dtype == call.q.dtype and copyable(grad)
 
 
 class Rows(NamedTuple):

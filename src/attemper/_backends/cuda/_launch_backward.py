@@ -198,13 +198,14 @@ def _gradients(
         launch(to_queries_kernel, counts[0], (*for_queries, sizes, kind), **options)
         launch(to_keys_kernel, counts[1], (*for_keys, sizes, kind), **options)
         return
+    if kind.measure or call.number is None:
+        _dots(call, call.q, to_q, along)
+        # Where the scale is 0, the blocks are marked.
+        along /= call.scale.to(call.wide)[..., None]
     sizes = _form.sizes_for(call, blocks, plain=False)
     kernels = marked_to_queries_kernel, marked_to_keys_kernel
     for kernel, given, mark, count in zip(kernels, (for_queries, for_keys), marks, counts, strict=True):
         launch(kernel, triton.cdiv(count, SPAN), (*given, sizes, mark, count, kind, SPAN), **options)
-    if kind.measure:
-        _dots(call, call.q, to_q, along)
-        along /= call.scale.to(call.wide)[..., None]
 
 
 def _by_hopper(
