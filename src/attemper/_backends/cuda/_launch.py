@@ -194,16 +194,23 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         partial = torch.empty(size, dtype=torch.float32, device=call.q.device)
     marks = torch.empty(programs, dtype=torch.int32, device=call.q.device)
     given, into = (*shared, softcap, masked, dropped), (out, full, fields, marks)
+    # What the kernels share is looked at once, which is most of what a short call takes the host.
+    same = look_at((q, k, v, *given, *into))
+    form = same, look_at((sizes, partial))
     options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
-    launch(forward_kernel, programs * splits, (q, k, v, *copies, *given, sizes, *into, partial, ahead), **options)
+    arguments: tuple[Any, ...] = (q, k, v, *copies, *given, sizes, *into, partial, ahead)
+    launch(forward_kernel, programs * splits, arguments, form=(form, ahead), **options)
     if splits > 1:
-        launch(merge_kernel, programs, (*shared, masked, dropped, sizes, *into, partial, kind))
+        arguments = (*shared, masked, dropped, sizes, *into, partial, kind)
+        launch(merge_kernel, programs, arguments, form=(form, kind))
     if summed:
         _moments.fill(call, found, marks, tile.rows)
-    again = (q, k, v, *given, _form.sizes_for(call, blocks, stack, plain=False), *into, programs, kind, SPAN)
+    sizes = _form.sizes_for(call, blocks, stack, plain=False)
+    arguments = (q, k, v, *given, sizes, *into, programs, kind, SPAN)
     # It holds more than one block of four warps has room for.
-    warps = 8 if tile.rows == 128 else tile.warps
-    launch(careful_kernel, triton.cdiv(programs, SPAN), again, num_warps=warps, num_stages=1)
+    options = {"num_warps": 8 if tile.rows == 128 else tile.warps, "num_stages": 1}
+    form = same, look_at(sizes)
+    launch(careful_kernel, triton.cdiv(programs, SPAN), arguments, form=(form, kind), **options)
 
 
 def _copies(call: Call, output: Tensor | None, tile: Tiling) -> bool:
