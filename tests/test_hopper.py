@@ -621,7 +621,7 @@ for head_dim, causal, values, names in (
     fields = {name: rows.long() if name in COUNTS else rows for name in names if values or name != "output_norm"}
     _hopper.forward(call, torch.zeros_like(q) if values else None, None, fields, torch.zeros(5, dtype=torch.int32))
     if values:
-        of_rows = _hopper_to_queries.Rows(rows, rows, rows, rows)
+        of_rows = _hopper_to_queries.Rows(rows, rows, rows, rows, rows)
         for gradient, flow in ((None, rows), (q, rows), (q, None)):
             _hopper_to_queries.run(call, q, of_rows, gradient, flow, torch.zeros(5, dtype=torch.int32))
         numbers = torch.zeros(64, dtype=torch.int32)

@@ -77,8 +77,9 @@ class Found:
     def __init__(self, emulator, call, grad, *, shift=0.0, measured=True, gradient=True):
         to_queries = emulator.load(HERE + "_hopper_to_queries")
         self.right, self.right_flow, pull, fields = in_full(call, grad)
-        share = fields["largest_weight"] * (1 - fields["sink_mass"])
-        given = (fields["max_logit"], fields["largest_weight"], share, pull + shift)
+        passing = 1 - fields["sink_mass"]
+        of_weights = (fields["max_logit"], fields["largest_weight"], fields["largest_weight"] * passing)
+        given = (*of_weights, pull + shift, pull / passing + shift)
         rows = to_queries.Rows(*(x.float() for x in given))
         assert to_queries.takes(call, grad)
         self.flow = torch.full(call.q.shape[:-1], -7.0) if measured else None
@@ -213,6 +214,96 @@ def test_operands_as_they_lie(emulator):
     Found(emulator, call, arriving(call)).agree()
 
 
+@pytest.mark.parametrize("gradient", [False, True])
+def test_rows_without_keys_beside_rows_that_see_whole_tiles(emulator, gradient):
+    starts = torch.tensor([0, 30, 150]), torch.tensor([0, 200, 200])
+    call = call_for(three(150, 200, heads=1), cu_seqlens=starts)
+    found = Found(emulator, call, arriving(call), gradient=gradient)
+    found.agree_in_flow()
+    if gradient:
+        found.agree()
+
+
+@pytest.mark.parametrize("first", [63, 64, 65])
+@pytest.mark.parametrize("stop", [191, 192, 193])
+def test_bounds_beside_the_edges_of_tiles(emulator, first, stop):
+    call = call_for(three(130, 260, heads=1), key_lengths=torch.tensor([260]))
+    rows = torch.ones(1, 130, dtype=torch.int64)
+    found = Found(emulator, call._replace(first=first * rows, stop=stop * rows, band=None), arriving(call))
+    found.agree()
+    found.agree_in_flow()
+    for x in (found.k, found.v):
+        assert not x[:, :, :first].any()
+        assert not x[:, :, stop:].any()
+
+
+def test_an_infinity_alone_is_flagged(emulator):
+    """One weight times its gradient is beyond float16: what follows is infinite, and nowhere NaN."""
+    q, k, v = three(128, 128, heads=1, dtype=torch.float16)
+    grad = torch.zeros_like(q)
+    v.zero_()
+    k[0, 0, 5], v[0, 0, 5], grad[0, 0, 70] = q[0, 0, 70], 30000.0, 1.0
+    found = Found(emulator, call_for((q, k, v)), grad)
+    assert not found.q.isnan().any()
+    assert not found.k.isnan().any()
+    assert found.flagged == ([1], [0])
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+def test_the_flow_of_saturated_rows_is_not_below_0(emulator, shift):
+    call = call_for(three(), scale=20.0)
+    flow = Found(emulator, call, arriving(call), shift=shift, gradient=False).flow
+    assert (flow >= 0).all()
+
+
+def test_flags_stay_in_their_head(emulator):
+    """Consumers beyond the last key of a head, and rows beyond the last query, have no flag."""
+    call = call_for(three(150, 200, heads=2, batch=2))
+    grad = arriving(call)
+    grad[0, 0, 140, 5] = math.nan
+    found = Found(emulator, call, grad)
+    assert found.flagged == ([2], [0, 1, 2, 3])
+    grad = arriving(call)
+    grad[1, 1, 140, 5] = math.nan
+    found = Found(emulator, call, grad)
+    assert found.flagged == ([11], [12, 13, 14, 15])
+    assert set(found.k_flags[:12].tolist()) == {0}
+
+
+def test_tiles_that_see_all_with_others_between(emulator):
+    call = call_for(three(330, 200, heads=1), key_lengths=torch.tensor([200]))
+    first, stop = torch.zeros(1, 330, dtype=torch.int64), torch.full((1, 330), 200)
+    first[0, 64:128], stop[0, 64:128] = 20, 90
+    first[0, 200], stop[0, 200] = 130, 131
+    Found(emulator, call._replace(first=first, stop=stop, band=None), arriving(call)).agree()
+
+
+def test_more_tiles_of_rows_than_are_looked_at_together(emulator):
+    """The producer reads the ranges of 32 tiles at a time."""
+    call = call_for(three(2150, 70, heads=1), is_causal=True)
+    Found(emulator, call, arriving(call)).agree()
+    call = call_for(three(2150, 130, heads=1), window=(40, 40), query_offset=-2050)
+    Found(emulator, call, arriving(call)).agree()
+
+
+def test_tiles_that_no_consumer_reads(emulator):
+    """Between those of one consumer and another's; they must have arrived before others take their place."""
+    call = call_for(three(192, 1300, heads=1), key_lengths=torch.tensor([1300]))
+    first = torch.tensor([0, 620, 1240]).repeat_interleave(64)[None]
+    Found(
+        Emulator(seed=3, processors=1), call._replace(first=first, stop=first + 50, band=None), arriving(call)
+    ).agree()
+    call = call_for(three(1300, 192, heads=1), key_lengths=torch.tensor([192]))
+    first, stop = torch.zeros(1, 1300, dtype=torch.int64), torch.zeros(1, 1300, dtype=torch.int64)
+    stop[:, :50] = 60
+    first[:, 640:700], stop[:, 640:700] = 70, 120
+    first[:, 1250:], stop[:, 1250:] = 130, 190
+    for seed in range(4):
+        Found(
+            Emulator(seed=seed, processors=1), call._replace(first=first, stop=stop, band=None), arriving(call)
+        ).agree()
+
+
 def test_what_they_take(emulator):
     takes = emulator.load(HERE + "_hopper_to_queries").takes
     call = call_for(three())
@@ -227,6 +318,16 @@ def test_what_they_take(emulator):
     assert not takes(call_for(three(kv_heads=1), scale=scales, enable_gqa=True), grad)
     for options in ({"softcap": 3.0}, {"attn_mask": torch.ones(200, 300)}, {"dropout_p": 0.1, "seed": 1}):
         assert not takes(call_for(three(), **options), grad)
+
+
+def test_the_flow_beside_a_strong_sink(emulator):
+    """The pull is then far from the mean of dP, about which the sums are to be."""
+    q, k, v = three(150, 150)
+    call = call_for((q, k, (v.float() + 30).bfloat16()), sinks=torch.tensor([9.0, 12.0]))
+    found = Found(emulator, call, arriving(call))
+    close(found.flow, found.right_flow, rtol=1e-4, atol=1e-5)
+    for one, other in zip((found.q, found.k, found.v), found.right, strict=True):
+        assert (one.double() - other).norm() < 5e-3 * other.norm()
 
 
 class TestFlags:
@@ -349,10 +450,6 @@ class TestAttend:
         operands = three(150, 150, heads=2, kv_heads=1 if "enable_gqa" in options else 2)
         self.compare(emulator, operands, draw(7, 1, 2, 150, 64), **options)
 
-    def test_an_upstream_gradient_without_places_of_its_own(self, emulator):
-        """As that of a sum is: one number for all."""
-        self.compare(emulator, three(150, 150), torch.ones(()).expand(1, 2, 150, 64), is_causal=True)
-
     def test_without_anything_measured(self, emulator):
         operands = three(150, 150)
         grad = draw(7, 1, 2, 150, 64)
@@ -415,3 +512,94 @@ class TestAttend:
         assert not emulator.launches
         for one, other in zip(found, right, strict=True):
             assert (one.double() - other).norm() < 2e-2 * other.norm()
+
+    def test_what_is_marked_in_a_later_head(self, emulator):
+        """Lengths that 64 does not divide, several heads, several entries of the batch."""
+        operands = three(150, 200, heads=2, batch=2)
+        for x in operands[1:]:
+            x[1, 1, 100, 3] = math.nan
+        grad = draw(7, 2, 2, 150, 64)
+        (found, reading), (right, right_reading) = self.both(operands, grad, is_causal=True)
+        assert len(emulator.launches) == 3
+        for one, other in zip(found, right, strict=True):
+            for b in range(2):
+                for h in range(2):
+                    if (b, h) != (1, 1):
+                        assert (one[b, h].double() - other[b, h]).norm() < 2e-2 * other[b, h].norm()
+        torch.testing.assert_close(found[0][1, 1, :100].double(), right[0][1, 1, :100], rtol=2e-2, atol=2e-2)
+        for x in (found[1], found[2]):
+            assert x[1, 1, 150:].abs().max() == 0
+        assert torch.equal(reading.gradient_flow.isnan(), right_reading.gradient_flow.isnan())
+
+    @pytest.mark.parametrize(
+        "options", [{"window": (20, 0)}, {"is_causal": True}, {"cu_seqlens": torch.tensor([0, 60, 130, 200])}]
+    )
+    @pytest.mark.parametrize("which", [0, 1, 2])
+    def test_no_key_gets_what_is_not_finite_from_rows_that_do_not_see_it(self, options, which):
+        operands = three(200, 200, heads=1)
+        operands[which][0, 0, 100, 5] = math.nan
+        seen = seen_in(call_for(operands, **options))[0, 0]
+        broken = seen[:, 100] if which else torch.arange(200) == 100
+        clean = ~seen[broken].any(0)
+        (found, _), (right, _) = self.both(operands, draw(7, 1, 1, 200, 64), **options)
+        assert found[0][0, 0, ~broken].isfinite().all()
+        for one, other in zip(found[1:], right[1:], strict=True):
+            torch.testing.assert_close(one[0, 0, clean].double(), other[0, 0, clean], rtol=2e-2, atol=2e-2)
+        if which == 2:
+            # What a value holds is no part of the gradients of values.
+            torch.testing.assert_close(found[2].double(), right[2], rtol=2e-2, atol=2e-2)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("exponent", [12, 24, 40, 100])
+    def test_scores_beside_which_the_logarithm_of_a_sum_is_lost(self, exponent, causal):
+        q, k, v = three(150, 150, heads=1)
+        q, k = torch.zeros_like(q), torch.zeros_like(k)
+        q[..., 0], k[..., 0] = 2.0 ** (exponent // 2), -(2.0 ** (exponent - exponent // 2))
+        (found, _), (right, _) = self.both((q, k, v), draw(7, 1, 1, 150, 64), scale=0.125, is_causal=causal)
+        assert (found[2].double() - right[2]).norm() < 2e-2 * right[2].norm()
+
+    def test_strong_sinks(self, emulator):
+        operands = three(150, 150)
+        grad = draw(7, 1, 2, 150, 64)
+        self.compare(emulator, operands, grad, sinks=torch.tensor([6.0, 4.0]))
+
+    def test_marked_beyond_the_first_span(self, emulator):
+        operands = three(150, 150, heads=13)
+        grad = draw(7, 1, 13, 150, 64)
+        for x in operands[1:]:
+            x[0, 12, 140, 3] = math.nan
+        (found, _), (right, _) = self.both(operands, grad, is_causal=True)
+        torch.testing.assert_close(found[0][0, 12, :140].double(), right[0][0, 12, :140], rtol=2e-2, atol=2e-2)
+
+    def test_the_first_keys_are_computed_again(self, emulator):
+        operands = three(150, 150, heads=1)
+        grad = draw(7, 1, 1, 150, 64)
+        grad[0, 0, 10, 3] = math.nan
+        (found, _), (right, _) = self.both(operands, grad, is_causal=True)
+        for one, other in zip(found[1:], right[1:], strict=True):
+            torch.testing.assert_close(one[0, 0, 11:].double(), other[0, 0, 11:], rtol=2e-2, atol=2e-2)
+
+    def test_a_gradient_that_the_copy_engine_does_not_take(self, emulator):
+        grad = torch.zeros(1, 2, 150, 65, dtype=torch.bfloat16)[..., :64].copy_(draw(7, 1, 2, 150, 64))
+        (found, _), (right, _) = self.both(three(150, 150), grad)
+        assert len(emulator.launches) == 3
+        for one, other in zip(found, right, strict=True):
+            assert (one.double() - other).norm() < 2e-2 * other.norm()
+
+    def test_gradients_of_what_is_read_are_for_the_other_kernels(self, emulator):
+        operands, grad = three(150, 150), draw(7, 1, 2, 150, 64)
+        gradients = []
+        for backend, dtype in (("cuda", torch.bfloat16), ("torch", torch.float64)):
+            leaves = [x.detach().to(dtype).requires_grad_() for x in operands]
+            output, reading = attend(*leaves, backend=backend, differentiable=True)
+            ((output * grad.to(dtype)).sum() + 30 * reading.entropy.sum()).backward()
+            gradients.append([x.grad.double() for x in leaves])
+        assert len(emulator.launches) == 1
+        for one, other in zip(*gradients, strict=True):
+            assert (one - other).norm() < 3e-2 * other.norm()
+
+    def test_one_number_for_all(self, emulator):
+        """In the dtype that arrives: a conversion would give each its own place."""
+        self.compare(
+            emulator, three(150, 150), torch.ones((), dtype=torch.bfloat16).expand(1, 2, 150, 64), is_causal=True
+        )

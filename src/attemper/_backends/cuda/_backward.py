@@ -376,9 +376,9 @@ def visit_rows(
         to_weights = product(v, arriving.T, tl.zeros([BN, BM], tl.float32), kind)
         share = power * line.share[None, :]
         if HIDDEN:
-            # What is not finite in dO shows in D, and from there in all that the row sees.
-            broken = (tl.abs(line.pull) < float("inf")) == 0
-            share = tl.where(seen & broken[None, :], float("nan"), share)
+            # What is not finite in dO gets to all that the row sees, and nothing to what it does not.
+            broken = tl.max(tl.where(tl.abs(arriving.to(tl.float32)) < float("inf"), 0, 1), 1) > 0
+            share = tl.where(seen, tl.where(broken[None, :], float("nan"), share), 0.0)
             arriving = sound(arriving)
         if kind.dropout:
             kept = survivors(line.draw_low, line.draw_high, key, dropped.threshold, True)

@@ -15,6 +15,7 @@ from ._hopper_supply import (
     _LETTERS,
     _LN_2,
     _M,
+    _REFERENCE_LIMIT,
     _advance,
     _bearable,
     _bounds,
@@ -25,7 +26,6 @@ from ._hopper_supply import (
     _there,
 )
 
-_REFERENCE_LIMIT = gl.constexpr(2.0**70)
 _SUM_LIMIT = gl.constexpr(2.0**60)
 _FAR_MEAN = gl.constexpr(2.0**10)
 """Squared distance of a mean from what its sums were taken about, in variances, up to which enough digits are left."""

@@ -35,6 +35,8 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _FARTHEST = gl.constexpr(2**30)
 """Beyond all keys: the least of nothing."""
+_REFERENCE_LIMIT = gl.constexpr(2.0**70)
+"""Of references up to it, a hidden score is far below."""
 _SCALE_LIMIT = gl.constexpr(2.0**20)
 """Within it, and within its inverse, a hidden score times the scale is a float32, and far below all others."""
 # Bits of `choices`; all others up to 19 are those of `_hopper`.

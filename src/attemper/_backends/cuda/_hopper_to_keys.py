@@ -62,6 +62,10 @@ if TYPE_CHECKING:
     from ._hopper_to_queries import Rows
 
 
+_LARGEST = gl.constexpr(2.0**16)
+"""Of scores up to it a logsumexp in float32 has digits enough behind the point."""
+
+
 @gluon.jit
 def _announce(
     item, common, ranges, mail, letter, CONSUMERS: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr,
@@ -153,7 +157,9 @@ def _send_rows(
     mbarrier.expect(g_full.index(stage), g_desc.block_type.nbytes)
     _copy_in(g_desc, [batch, head, row, 0], g_full.index(stage), g_tiles.index(stage))
     # Where there is no row, or one that sees nothing, all weights are 0.
-    logsumexp = gl.where(share == 0, float("inf"), largest * _LOG2_E - _log2(share))
+    # Beside a score that is too large the logarithm is lost: NaN, which is flagged.
+    logsumexp = gl.where(gl.abs(largest) < _LARGEST, largest * _LOG2_E - _log2(share), float("nan"))
+    logsumexp = gl.where(share == 0, float("inf"), logsumexp)
     of_rows.index(2 * stage).store(logsumexp)
     of_rows.index(2 * stage + 1).store(pull)
     if BOUNDED:
@@ -322,10 +328,10 @@ def _consumer(
                 )
 
         mine = flags + (batch * kv_heads + kv_head).to(gl.int64) * gl.cdiv(keys, _M)
-        _flag(mine, to_v, key, keys, c)
         tma.store_wait(0)
         _give(to_v.to(DTYPE), to_v_desc, batch, kv_head, key, out_tiles.index(who))
         to_k *= c * _LN_2
+        # What is not finite in dV is not in dK either: there it came from P or dO, and so from dS.
         _flag(mine, to_k, key, keys, c)
         # For a tile of its own there is no room.
         tma.store_wait(0)

@@ -33,6 +33,7 @@ from ._hopper_supply import (
     _LN_2,
     _LOG2_E,
     _M,
+    _REFERENCE_LIMIT,
     ROWS,
     Configuration,
     _advance,
@@ -62,25 +63,30 @@ _SCALES = (2.0**-20, 2.0**19)
 
 
 @gluon.jit
-def _push(s, off, c, reference, pull, sums, DTYPE: gl.constexpr, MEASURED: gl.constexpr):
-    """DS of a tile, but for a number per row, and the sums with those of the tile; in columns as in `_hopper`."""
+def _push(s, off, c, reference, pivot, gap, sums, DTYPE: gl.constexpr, MEASURED: gl.constexpr, SINKS: gl.constexpr):
+    """DS of a tile, but for a number per row, and the sums with those of the tile; in columns as in `_hopper`.
+
+    The sums are about a pivot near the mean of dP. Under a sink the pull is another number, by a gap.
+    """
     if s.shape[1] > 8:
         left, right = _halves(s)
         off_left, off_right = _halves(off)
-        left, sums = _push(left, off_left, c, reference, pull, sums, DTYPE, MEASURED)
-        right, sums = _push(right, off_right, c, reference, pull, sums, DTYPE, MEASURED)
+        left, sums = _push(left, off_left, c, reference, pivot, gap, sums, DTYPE, MEASURED, SINKS)
+        right, sums = _push(right, off_right, c, reference, pivot, gap, sums, DTYPE, MEASURED, SINKS)
         return _joined(left, right), sums
     else:
         moved, around, weighed, leaning = sums
         rows: gl.constexpr = gl.SliceLayout(1, s.type.layout)
         p = gl.exp2(s * c - gl.expand_dims(gl.convert_layout(reference, rows), 1))
-        off -= gl.expand_dims(gl.convert_layout(pull, rows), 1)
+        off -= gl.expand_dims(gl.convert_layout(pivot, rows), 1)
         pushed = p * off
         if MEASURED:
             moved = _added(off, moved)
             around = _added(off * off, around)
             weighed = _added(pushed * off, weighed)
             leaning = _added(pushed, leaning)
+        if SINKS:
+            pushed += p * gl.expand_dims(gl.convert_layout(gap, rows), 1)
         return pushed.to(DTYPE), (moved, around, weighed, leaning)
 
 
@@ -88,12 +94,12 @@ def _push(s, off, c, reference, pull, sums, DTYPE: gl.constexpr, MEASURED: gl.co
 def _consumer(
     given,
     who: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
-    BOUNDED: gl.constexpr, GRADIENT: gl.constexpr, MEASURED: gl.constexpr,
+    BOUNDED: gl.constexpr, GRADIENT: gl.constexpr, MEASURED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     common, post, rows_in, results, g_tiles = given
     _, limits, sizes, shape, choices, buffers, barriers = common
     mail, mail_full, mail_empty = post
-    max_ptr, peak_ptr, share_ptr, pull_ptr = rows_in
+    max_ptr, peak_ptr, share_ptr, pull_ptr, pivot_ptr = rows_in
     o_desc, o_tiles, flow_ptr, flags = results
     queries, keys = sizes
     heads = shape[0]
@@ -125,7 +131,10 @@ def _consumer(
         at = pair * queries + rows
         reference = gl.load(max_ptr + at, mask=there, other=0.0) * _LOG2_E
         reference = gl.where(gl.abs(reference) < float("inf"), reference, 0.0)
-        pull = gl.load(pull_ptr + at, mask=there, other=0.0)
+        pivot = gl.load(pivot_ptr + at, mask=there, other=0.0)
+        gap = pivot
+        if SINKS:
+            gap = pivot - gl.load(pull_ptr + at, mask=there, other=0.0)
         peak = gl.load(peak_ptr + at, mask=there, other=0.0)
         if BOUNDED:
             first, stop = _bounds(limits, batch, rows, sizes, choices)
@@ -159,8 +168,8 @@ def _consumer(
             if (tile < free_low) | (tile >= free_high):
                 s = _shown(s, tile * N, first, width)
                 # What a row does not see is at the mean, and counts for nothing.
-                off = gl.where(s > _HIDDEN, off, gl.expand_dims(pull, 1))
-            pushed, sums = _push(s, off, c, reference, pull, sums, DTYPE, MEASURED)
+                off = gl.where(s > _HIDDEN, off, gl.expand_dims(pivot, 1))
+            pushed, sums = _push(s, off, c, reference, pivot, gap, sums, DTYPE, MEASURED, SINKS)
             if GRADIENT:
                 # Left under way, it would need registers that the next products want.
                 found = warpgroup_mma(gl.convert_layout(pushed, P), k, found)
@@ -174,6 +183,8 @@ def _consumer(
 
         if GRADIENT:
             share = gl.load(share_ptr + at, mask=there, other=0.0)
+            # Beyond that a hidden score is not below all others.
+            share = gl.where(gl.abs(reference) < _REFERENCE_LIMIT, share, float("nan"))
             found *= _column(share * c * _LN_2, found)
             _flag(flags + pair * gl.cdiv(queries, _M), found, row, queries, c)
             tma.store_wait(0)
@@ -183,11 +194,11 @@ def _consumer(
             count = gl.maximum(width, 1).to(gl.float32)
             shift = gl.convert_layout(gl.sum(moved, axis=1), R)
             spread = gl.convert_layout(gl.sum(around, axis=1), R) - shift * shift / count
-            # The pull follows from an output that was rounded, and is not quite the mean.
+            # The pivot follows from an output that was rounded, and is not quite the mean.
             lean = gl.convert_layout(gl.sum(leaning, axis=1), R) * peak
             under = gl.maximum(gl.convert_layout(gl.sum(weighed, axis=1), R) * peak - lean * lean, 0.0)
             # NaN where there was nothing to share.
-            flow = gl.where(spread > 0, under * count / spread, float("nan"))
+            flow = gl.where((spread > 0) & (width > 0), under * count / spread, float("nan"))
             gl.store(flow_ptr + at, flow, mask=there)
 
         mbarrier.wait(mail_full.index(slot), mail_phase)
@@ -198,18 +209,19 @@ def _consumer(
 
 _NUMBERS = ("queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices")
 _POINTERS = (
-    "scale_ptr", "first_ptr", "stop_ptr", "max_ptr", "peak_ptr", "share_ptr", "pull_ptr", "flow_ptr", "flags",
-    "counter",
+    "scale_ptr", "first_ptr", "stop_ptr", "max_ptr", "peak_ptr", "share_ptr", "pull_ptr", "pivot_ptr",
+    "flow_ptr", "flags", "counter",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _kernel(
     q_desc, k_desc, v_desc, g_desc, o_desc, scale_ptr, first_ptr, stop_ptr, max_ptr, peak_ptr, share_ptr, pull_ptr,
-    flow_ptr, flags, counter, queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
+    pivot_ptr, flow_ptr, flags, counter,
+    queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, OTHERS: gl.constexpr, BOUNDED: gl.constexpr, GRADIENT: gl.constexpr,
-    MEASURED: gl.constexpr,
+    MEASURED: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     buffers, barriers, post = _rings(q_desc, k_desc, v_desc, ITEMS, CONSUMERS, D, N, STAGES, True, CONSUMERS)
     g_tiles = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS, 1, 1, _M, D], g_desc.layout)
@@ -221,15 +233,15 @@ def _kernel(
     limits = (first_ptr, stop_ptr, low, high)
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles, k_desc)
-    rows_in = (max_ptr, peak_ptr, share_ptr, pull_ptr)
+    rows_in = (max_ptr, peak_ptr, share_ptr, pull_ptr, pivot_ptr)
     results = (o_desc, o_tiles, flow_ptr, flags)
     given = (common, post, rows_in, results, g_tiles)
     supply = (common, post, inputs, counter)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED)),
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED, SINKS)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED, SINKS)),
                 (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False)),
             ],
             [4, 1],
@@ -238,9 +250,9 @@ def _kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED)),
-                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED)),
-                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED)),
+                (_consumer, (given, 0, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED, SINKS)),
+                (_consumer, (given, 1, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED, SINKS)),
+                (_consumer, (given, 2, CONSUMERS, D, N, STAGES, BOUNDED, GRADIENT, MEASURED, SINKS)),
                 (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, True, True, False)),
             ],
             [4, 4, 1],
@@ -278,6 +290,8 @@ class Rows(NamedTuple):
     """The same, less what a sink takes."""
     pull: Tensor
     """⟨dO, O⟩"""
+    pivot: Tensor
+    """Any number, near the mean of dP under the weights; without sinks the pull."""
 
 
 def run(call: Call, grad: Tensor, rows: Rows, to_q: Tensor | None, flow: Tensor | None, flags: Tensor) -> None:
@@ -302,9 +316,9 @@ def run(call: Call, grad: Tensor, rows: Rows, to_q: Tensor | None, flow: Tensor 
             rows.pull if flow is None else flow, flags, flags[-1:], queries, keys, limits.low, limits.high, heads,
             call.group, blocks, pairs, together_in_cache(call), pairs * blocks, scale_choices(scale) | limits.choices,
             choice.items, choice.consumers, head_dim, choice.keys, choice.stages, choice.registers, choice.others,
-            limits.bounded, to_q is not None, flow is not None,
+            limits.bounded, to_q is not None, flow is not None, call.sinks is not None,
         )  # fmt: skip
-        kind = (limits.bounded, limits.first.dtype, to_q is None, flow is None)
+        kind = (limits.bounded, limits.first.dtype, to_q is None, flow is None, call.sinks is None)
         form = (q.dtype, choice, head_dim, *kind, scale.dtype, q.device)
         programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
         launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=choice.launched)

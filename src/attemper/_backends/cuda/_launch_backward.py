@@ -123,7 +123,7 @@ def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) ->
     hopper = _form.gluon("_hopper_to_queries")
     if hopper is not None and hopper.takes(call, grad):
         counter = torch.zeros(1, dtype=torch.int32, device=grad.device)
-        hopper.run(call, grad, hopper.Rows(max_logit, peak, peak, pull), None, flow, counter)
+        hopper.run(call, grad, hopper.Rows(max_logit, peak, peak, pull, pull), None, flow, counter)
         return
     tile = Tiling(64, 64, 4, 2)
     blocks = triton.cdiv(queries, tile.rows)
@@ -231,7 +231,7 @@ def _by_hopper(
         return None
     # Each has a number more, by which the kernel counts.
     marks = [torch.zeros(count + 1, dtype=torch.int32, device=grad.device) for count in counts]
-    rows = for_queries.Rows(constants.max_logit, constants.peak, constants.share, constants.pull)
+    rows = for_queries.Rows(constants.max_logit, constants.peak, constants.share, constants.pull, constants.pivot)
     for_queries.run(call, grad, rows, to_q, flow, marks[0])
     for_keys.run(call, grad, rows, ranges, to_k, to_v, marks[1])
     return marks
