@@ -802,7 +802,11 @@ def test_what_a_row_does_not_see_reaches_no_gradient_of_it(place):
     found, _ = gradients((q, dirty["k"], dirty["v"]), {"is_causal": True}, backend="cuda")
     torch.testing.assert_close(found["q"][:, :, :40], clean["q"][:, :, :40])
     assert found["q"][:, :, 40:].isnan().any(-1).all()
-    assert found["v"].isnan().any()
+    if place == "k":
+        assert found["v"].isnan().any()
+    else:
+        # What a value holds is no part of the gradients of values.
+        torch.testing.assert_close(found["v"], clean["v"])
 
 
 def test_a_broken_row_spoils_what_it_sees_and_nothing_else():
