@@ -53,8 +53,6 @@ from ._hopper_scribe import (
 )
 from ._hopper_supply import (
     _DTYPES,
-    _LETTER,
-    _LETTERS,
     _M,
     ROWS,
     Configuration,
@@ -62,11 +60,10 @@ from ._hopper_supply import (
     _bounds,
     _give,
     _log2,
+    _next,
     _of_head,
-    _open,
     _pass,
     _producer,
-    _read,
     _rings,
     _there,
     described,
@@ -90,18 +87,6 @@ FIELDS = (
 
 # Numbers that are not finite are all found from level 2 on.
 _LEVELS = dict(zip(FIELDS, (0, 1, 1, 2, 2, 2, 2, 3, 3, 1, 3, 0, 0, 2), strict=True))
-
-
-@gluon.jit
-def _next(slot, mail_phase, common, post, who: gl.constexpr, N: gl.constexpr, BOUNDED: gl.constexpr):
-    """What the next letter says. It is the scribe who says that it was read: he is the last at every item."""
-    _, _, sizes, _, _, _, _ = common
-    mail, mail_full, _ = post
-    mbarrier.wait(mail_full.index(slot), mail_phase)
-    item = _read(mail, slot * _LETTER)
-    tiles, place, c = _open(mail, slot * _LETTER, who, sizes[1], N, BOUNDED)
-    slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
-    return item, tiles, place, c, slot, mail_phase
 
 
 @gluon.jit
@@ -176,7 +161,8 @@ def _consumer(
     q_phase = 0
     pile_phase = 1
     turn_phase = 1 if who == 0 else 0
-    item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, common, post, who, N, BOUNDED)
+    # It is the scribe who says that a letter was read: he is the last at every item.
+    item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, keys, N, BOUNDED, False)
     s, stage, phase, q_slot, q_phase, turn_phase = _begin(
         item, tiles, 0, stage, phase, q_slot, q_phase, turn_phase, common, turns,
         who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, TURNS,
@@ -292,7 +278,7 @@ def _consumer(
         if ADD:
             _keep(pile, _MOVED, who, moved)
             _keep(pile, _MOVED + 1, who, spread)
-        item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, common, post, who, N, BOUNDED)
+        item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, keys, N, BOUNDED, False)
         if VALUES and BOUNDED:
             # Before tiles go by: they say that the place of the last V is free.
             o = warpgroup_mma_wait(0, deps=(o,))

@@ -161,6 +161,19 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _next(slot, mail_phase, post, who, keys, N: gl.constexpr, BOUNDED: gl.constexpr, LAST: gl.constexpr):
+    """What the next letter says; who is the last to read it says that it was read."""
+    mail, mail_full, mail_empty = post
+    mbarrier.wait(mail_full.index(slot), mail_phase)
+    item = _read(mail, slot * _LETTER)
+    tiles, place, c = _open(mail, slot * _LETTER, who, keys, N, BOUNDED)
+    if LAST:
+        mbarrier.arrive(mail_empty.index(slot))
+    slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
+    return item, tiles, place, c, slot, mail_phase
+
+
+@gluon.jit
 def _address(mail, letter, item, lowest, highest, batch, head, row, c):
     """What a letter says to all."""
     _write(mail, letter, item)

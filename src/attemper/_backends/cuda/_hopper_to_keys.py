@@ -40,11 +40,10 @@ from ._hopper_supply import (
     _flag,
     _give,
     _log2,
+    _next,
     _of_head,
-    _open,
     _pass,
     _place,
-    _read,
     _rings,
     _send_queries,
     _write,
@@ -259,7 +258,6 @@ def _consumer(
 ):  # fmt: skip
     common, post, lines, results, v_tiles = given
     _, _, sizes, shape, _, buffers, barriers = common
-    mail, mail_full, mail_empty = post
     of_rows, of_limits, rows_full = lines
     to_k_desc, to_v_desc, out_tiles, flags = results
     keys, queries = sizes
@@ -278,14 +276,10 @@ def _consumer(
     k_phase = 0
     slot = 0
     mail_phase = 0
-    mbarrier.wait(mail_full.index(0), mail_phase)
-    item = _read(mail, 0)
+    item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, queries, N, BOUNDED, True)
     while item < items:
-        tiles, place, c = _open(mail, slot * _LETTER, who, queries, N, BOUNDED)
         lowest, highest, low, high, free_low, free_high, _stop, _blank = tiles
         batch, kv_head, key = place
-        mbarrier.arrive(mail_empty.index(slot))
-        slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
 
         to_k = gl.zeros([_M, D], gl.float32, A)
         to_v = gl.zeros([_M, D], gl.float32, A)
@@ -336,8 +330,7 @@ def _consumer(
         # For a tile of its own there is no room.
         tma.store_wait(0)
         _give(to_k.to(DTYPE), to_k_desc, batch, kv_head, key, out_tiles.index(who))
-        mbarrier.wait(mail_full.index(slot), mail_phase)
-        item = _read(mail, slot * _LETTER)
+        item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, queries, N, BOUNDED, True)
     tma.store_wait(0)
 
 

@@ -28,8 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from . import _hopper
 from ._hopper_supply import (
-    _LETTER,
-    _LETTERS,
     _LN_2,
     _LOG2_E,
     _M,
@@ -40,10 +38,9 @@ from ._hopper_supply import (
     _bounds,
     _flag,
     _give,
-    _open,
+    _next,
     _pass,
     _producer,
-    _read,
     _rings,
     _there,
     described,
@@ -98,7 +95,6 @@ def _consumer(
 ):  # fmt: skip
     common, post, rows_in, results, g_tiles = given
     _, limits, sizes, shape, choices, buffers, barriers = common
-    mail, mail_full, mail_empty = post
     max_ptr, peak_ptr, share_ptr, pull_ptr, pivot_ptr = rows_in
     o_desc, o_tiles, flow_ptr, flags = results
     queries, keys = sizes
@@ -116,14 +112,10 @@ def _consumer(
     q_phase = 0
     slot = 0
     mail_phase = 0
-    mbarrier.wait(mail_full.index(0), mail_phase)
-    item = _read(mail, 0)
+    item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, keys, N, BOUNDED, True)
     while item < items:
-        tiles, place, c = _open(mail, slot * _LETTER, who, keys, N, BOUNDED)
         lowest, highest, low, high, free_low, free_high, _stop, _blank = tiles
         batch, head, row = place
-        mbarrier.arrive(mail_empty.index(slot))
-        slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
 
         rows = row + gl.arange(0, _M, R)
         there = _there(rows, queries)
@@ -201,8 +193,7 @@ def _consumer(
             flow = gl.where((spread > 0) & (width > 0), under * count / spread, float("nan"))
             gl.store(flow_ptr + at, flow, mask=there)
 
-        mbarrier.wait(mail_full.index(slot), mail_phase)
-        item = _read(mail, slot * _LETTER)
+        item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, keys, N, BOUNDED, True)
     if GRADIENT:
         tma.store_wait(0)
 
