@@ -458,6 +458,16 @@ class TestAttend:
         for one, other in zip(found, right, strict=True):
             assert (one.double() - other).norm() < 2e-2 * other.norm()
 
+    def test_pressure_alone(self, emulator, monkeypatch):
+        kernel = emulator.load(HERE + "_hopper_to_queries")
+        run, asked = kernel.run, []
+        monkeypatch.setattr(kernel, "run", lambda *given: asked.append(given[4]) or run(*given))
+        results = list(self.both(three(150, 150), draw(7, 1, 2, 150, 64), is_causal=True, stats=("pressure",)))
+        assert asked == [None]
+        found, right = (reading.pressure for _, reading in results)
+        size = right.abs().max()
+        close(found / size, right / size, rtol=2e-2, atol=2e-2)
+
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_what_is_not_finite_stays_where_it_is_seen(self, emulator, value):
         operands = three(150, 150, heads=1)

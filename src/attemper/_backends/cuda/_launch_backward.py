@@ -52,7 +52,8 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, fl
     pull, along, flow = (torch.zeros(q.shape[:-1], **like) for _ in range(3))
     if along.numel() and k.shape[2] and q.shape[3]:
         with _form.on(q.device):
-            _gradients(call, saved, upstream, pull, along, flow, to_q, to_k, to_v, None if bias is None else to_mask)
+            of_rows, to_bias = (pull, along, flow), None if bias is None else to_mask
+            _gradients(call, saved, upstream, *of_rows, to_q, to_k, to_v, to_bias, flow_too=flow_too)
     else:
         for x in (to_q, to_k, to_v):
             x.zero_()
@@ -146,6 +147,8 @@ def _gradients(
     to_k: Tensor,
     to_v: Tensor,
     to_mask: Tensor | None,
+    *,
+    flow_too: bool,
 ) -> None:
     batch, heads, queries, depth = call.q.shape
     kv_heads, keys = call.k.shape[1:3]
@@ -192,7 +195,7 @@ def _gradients(
     counts = batch * heads * blocks, batch * kv_heads * triton.cdiv(keys, tile.keys)
     marks = None
     if grad is not None and not extra:
-        measured = flow if kind.measure else None
+        measured = flow if kind.measure and flow_too else None
         marks = _by_hopper(call, grad, constants, ranges, counts, to_q, to_k, to_v, measured)
     if marks is None:
         launch(to_queries_kernel, counts[0], (*for_queries, sizes, kind), **options)
