@@ -23,6 +23,7 @@ from ._tile import (
     across,
     draws_of_rows,
     far_apart,
+    is_over,
     load_keys,
     load_rows,
     load_tile,
@@ -244,13 +245,6 @@ def visit_keys(
         own = sound(own)
     to_q = product(found.to(own.dtype), own, to_q, kind)
     return to_q, moved, around, weighed, leaning, counted
-
-
-@triton.jit
-def is_over(marks, begin, count, SPAN: tl.constexpr):
-    """Whether of some blocks none is marked: mostly so, and then this has to be over at once."""
-    mine = begin + tl.arange(0, SPAN)
-    return tl.max(tl.load(marks + mine, mask=mine < count, other=0), 0) == 0
 
 
 @triton.jit

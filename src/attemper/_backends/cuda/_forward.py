@@ -20,6 +20,7 @@ from ._tile import (
     NO_MASK,
     draws_of_rows,
     far_apart,
+    is_over,
     load_keys,
     load_rows,
     load_tile,
@@ -585,11 +586,10 @@ def careful_kernel(
     q, k, v, first, stop, scale, sinks, softcap, masked, dropped, sizes, out, wide, fields, mark, blocks,
     kind: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Of some blocks those that are marked: mostly none, and then this has to be over at once."""
+    """Of some blocks those that are marked."""
     sizes = sizes_of(sizes, False)
     begin = tl.program_id(0) * SPAN
-    mine = begin + tl.arange(0, SPAN)
-    if tl.max(tl.load(mark + mine, mask=mine < blocks, other=0), 0) == 0:
+    if is_over(mark, begin, blocks, SPAN):
         return
     for block in tl.range(begin, tl.minimum(begin + SPAN, blocks)):
         if tl.load(mark + block) != 0:

@@ -303,6 +303,13 @@ def write_keys(matrix, x, batch, head, start, keys, depth, BN: tl.constexpr, D: 
 
 
 @triton.jit
+def is_over(marks, begin, count, SPAN: tl.constexpr):
+    """Whether of some blocks none is marked: mostly so, and then their kernel has to be over at once."""
+    mine = begin + tl.arange(0, SPAN)
+    return tl.max(tl.load(marks + mine, mask=mine < count, other=0), 0) == 0
+
+
+@triton.jit
 def range_of_block(rows, keys):
     """From where to where any row sees a key, and from where to where all rows see all."""
     some = rows.low < rows.high
