@@ -77,17 +77,20 @@ class Found:
     def __init__(self, emulator, call, grad, *, shift=0.0, measured=True, gradient=True):
         to_queries = emulator.load(HERE + "_hopper_to_queries")
         self.right, self.right_flow, pull, fields = in_full(call, grad)
+        self.right_along = (call.q.double() * self.right[0]).sum(-1) / call.scale.double()[..., None]
         passing = 1 - fields["sink_mass"]
         of_weights = (fields["max_logit"], fields["largest_weight"], fields["largest_weight"] * passing)
         given = (*of_weights, pull + shift, pull / passing + shift)
         rows = to_queries.Rows(*(x.float() for x in given))
-        assert to_queries.takes(call, grad)
+        assert to_queries.takes(call, grad.dtype)
         self.flow = torch.full(call.q.shape[:-1], -7.0) if measured else None
         self.q, self.k, self.v = (torch.full_like(x, 7.0) for x in (call.q, call.k, call.v))
         self.q_flags, self.k_flags = (
             torch.zeros(x.shape[0] * x.shape[1] * -(-x.shape[2] // 64) + 1, dtype=torch.int32) for x in (call.q, call.k)
         )
-        to_queries.run(call, grad, rows, self.q if gradient else None, self.flow, self.q_flags)
+        self.along = torch.full(call.q.shape[:-1], -7.0)
+        to_fill = to_queries.Gradient(self.q, self.along) if gradient else None
+        to_queries.run(call, grad, rows, to_fill, self.flow, self.q_flags)
         if gradient:
             emulator.load(HERE + "_hopper_to_keys").run(call, grad, rows, ranges_of(call), self.k, self.v, self.k_flags)
 
@@ -104,6 +107,9 @@ class Found:
             # One rounding of each weight, one of the result.
             assert (found.double() - right).norm() < 5e-3 * right.norm(), name
             close(found.double() / size, right / size, rtol=8e-3, atol=8e-3, name=name)
+        assert self.right_along.norm() > 1
+        # Weights were rounded before their sums, which cancel.
+        assert (self.along.double() - self.right_along).norm() < 2e-2 * self.right_along.norm()
 
     def agree_in_flow(self):
         assert torch.equal(self.flow.isnan(), self.right_flow.isnan())
@@ -307,10 +313,9 @@ def test_tiles_that_no_consumer_reads(emulator):
 def test_what_they_take(emulator):
     takes = emulator.load(HERE + "_hopper_to_queries").takes
     call = call_for(three())
-    grad = arriving(call)
+    grad = call.q.dtype
     assert takes(call, grad)
-    assert not takes(call, grad.float())
-    assert not takes(call, grad.mT.contiguous().mT)
+    assert not takes(call, torch.float32)
     for scale in (0.0, -0.1, 2.0**20):
         assert not takes(call_for(three(), scale=scale), grad)
     scales = torch.tensor([0.1, 0.2])

@@ -35,9 +35,12 @@ def backward_tiling(call: Call, depth: int) -> Tiling:
 def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, flow_too: bool) -> tuple[Tensor, ...]:
     """The gradients of (q, k, v, mask, scale, sinks), and what the backward pass measures."""
     q, k, v = call.q, call.k, call.v
-    if upstream.output is not None and not any(x is not None for x in upstream[1:]) and _cudnn.takes(call):
+    grad = upstream.output
+    if grad is not None and not any(x is not None for x in upstream[1:]) and _cudnn.takes(call):
+        # With the flow, ours are faster than cuDNN and then a pass for that, and add in a fixed order.
         with _form.on(q.device):
-            found = _by_cudnn(call, saved, upstream.output, flow_too=flow_too)
+            ours = flow_too and _hopper_takes(call, grad)
+            found = None if ours else _by_cudnn(call, saved, grad, flow_too=flow_too)
         if found is not None:
             return found
     if not saved.max_logit.numel():
@@ -49,24 +52,32 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, fl
     to_mask = torch.zeros((0,) if bias is None else bias.shape, **like)
     to_q, to_k = empty_gradient(q), empty_gradient(k)
     to_v = q.new_empty(0) if v is None else empty_gradient(v)
-    pull, along, flow = (torch.zeros(q.shape[:-1], **like) for _ in range(3))
+    # Where no gradient arrives at an output, there is no pull.
+    pull = torch.zeros(q.shape[:-1], **like)
+    along, flow = torch.empty_like(pull), torch.empty_like(pull)
     if along.numel() and k.shape[2] and q.shape[3]:
         with _form.on(q.device):
             of_rows, to_bias = (pull, along, flow), None if bias is None else to_mask
             _gradients(call, saved, upstream, *of_rows, to_q, to_k, to_v, to_bias, flow_too=flow_too)
     else:
-        for x in (to_q, to_k, to_v):
+        for x in (to_q, to_k, to_v, along, flow):
             x.zero_()
     if saved.gradients.numel():
         # Through .data: the version counter must not move, or a second backward through a kept graph would refuse.
         saved.gradients.data[:1].fill_(1)
-        saved.gradients.data[1:] = torch.stack((flow, along * call.scale.to(call.wide)[..., None])).flatten()
+        of_flow, pressure = saved.gradients.data[1:].view(2, *q.shape[:-1])
+        if flow_too:
+            of_flow.copy_(flow)
+        torch.mul(along, call.scale.to(call.wide)[..., None], out=pressure)
     to_sinks = q.new_empty(0)
     if call.sinks is not None:
         sinks = call.sinks.to(call.wide)[..., None]
         mass = torch.where(sinks == -math.inf, 0, torch.sigmoid(sinks - saved.logsumexp))
         to_sinks = over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks).to(call.sinks.dtype)
-    to_scale = over_shared(along, call.scale).to(call.scale.dtype)
+    # To a number nothing flows.
+    to_scale = (
+        over_shared(along, call.scale).to(call.scale.dtype) if call.number is None else torch.zeros_like(call.scale)
+    )
     return to_q, to_k, to_v, to_mask.to(q.dtype if bias is None else bias.dtype), to_scale, to_sinks
 
 
@@ -121,8 +132,9 @@ def _flow(call: Call, saved: Saved, grad: Tensor, pull: Tensor, flow: Tensor) ->
     """The gradient flow of a plain call into `flow`; `pull` is ⟨dO, O⟩ of each row."""
     batch, heads, queries, _ = call.q.shape
     max_logit, peak = saved.max_logit.contiguous(), saved.largest_weight.contiguous()
-    hopper = _form.gluon("_hopper_to_queries")
-    if hopper is not None and hopper.takes(call, grad):
+    if _hopper_takes(call, grad):
+        hopper = _form.gluon("_hopper_to_queries")
+        grad = _copyable(grad)
         counter = torch.zeros(1, dtype=torch.int32, device=grad.device)
         hopper.run(call, grad, hopper.Rows(max_logit, peak, peak, pull, pull), None, flow, counter)
         return
@@ -196,19 +208,25 @@ def _gradients(
     marks = None
     if grad is not None and not extra:
         measured = flow if kind.measure and flow_too else None
-        marks = _by_hopper(call, grad, constants, ranges, counts, to_q, to_k, to_v, measured)
+        marks = _by_hopper(call, grad, constants, ranges, counts, to_q, to_k, to_v, along, measured)
     if marks is None:
         launch(to_queries_kernel, counts[0], (*for_queries, sizes, kind), **options)
         launch(to_keys_kernel, counts[1], (*for_keys, sizes, kind), **options)
         return
-    if kind.measure or call.number is None:
-        _dots(call, call.q, to_q, along)
-        # Where the scale is 0, the blocks are marked.
-        along /= call.scale.to(call.wide)[..., None]
     sizes = _form.sizes_for(call, blocks, plain=False)
     kernels = marked_to_queries_kernel, marked_to_keys_kernel
     for kernel, given, mark, count in zip(kernels, (for_queries, for_keys), marks, counts, strict=True):
         launch(kernel, triton.cdiv(count, SPAN), (*given, sizes, mark, count, kind, SPAN), **options)
+
+
+def _hopper_takes(call: Call, grad: Tensor) -> bool:
+    """Whether there are kernels for Hopper for the gradients of a call, or the flow alone."""
+    hopper = _form.gluon("_hopper_to_queries")
+    return hopper is not None and hopper.takes(call, grad.dtype)
+
+
+def _copyable(grad: Tensor) -> Tensor:
+    return grad if copyable(grad) else grad.contiguous()
 
 
 def _by_hopper(
@@ -220,21 +238,20 @@ def _by_hopper(
     to_q: Tensor,
     to_k: Tensor,
     to_v: Tensor,
+    along: Tensor,
     flow: Tensor | None,
 ) -> list[Tensor] | None:
     """The gradients and the flow of a plain call, with marks for blocks of 64 queries or keys that are not right.
 
     None if the call is not for the kernels for Hopper.
     """
+    if not _hopper_takes(call, grad) or not all(copyable(x) for x in (to_q, to_k, to_v)):
+        return None
     for_queries, for_keys = _form.gluon("_hopper_to_queries"), _form.gluon("_hopper_to_keys")
-    if for_queries is None or not all(copyable(x) for x in (to_q, to_k, to_v)):
-        return None
-    grad = grad if copyable(grad) else grad.contiguous()
-    if not for_queries.takes(call, grad):
-        return None
+    grad = _copyable(grad)
     # Each has a number more, by which the kernel counts.
     marks = [torch.zeros(count + 1, dtype=torch.int32, device=grad.device) for count in counts]
     rows = for_queries.Rows(constants.max_logit, constants.peak, constants.share, constants.pull, constants.pivot)
-    for_queries.run(call, grad, rows, to_q, flow, marks[0])
+    for_queries.run(call, grad, rows, for_queries.Gradient(to_q, along), flow, marks[0])
     for_keys.run(call, grad, rows, ranges, to_k, to_v, marks[1])
     return marks
