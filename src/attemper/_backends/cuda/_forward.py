@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ._tile import (
+    BAND,
     BIAS,
     LN2,
     LOG2E,
@@ -30,6 +31,7 @@ from ._tile import (
     open_rows,
     place_of_rows,
     product,
+    range_of_band,
     range_of_block,
     rows_of_head,
     sizes_of,
@@ -219,8 +221,10 @@ def visit(
 
 
 @triton.jit
-def seen_of_tile(start, rows, BN: tl.constexpr):
+def seen_of_tile(start, rows, BN: tl.constexpr, FROM_FIRST: tl.constexpr):
     key = start + tl.arange(0, BN)
+    if FROM_FIRST:
+        return key[None, :] < rows.high[:, None]
     return (rows.low[:, None] <= key[None, :]) & (key[None, :] < rows.high[:, None])
 
 
@@ -245,13 +249,32 @@ def look(start, top, total, opening, q, k, k_copy, k_head, rows, factor, sizes, 
     BN: tl.constexpr = kind.keys
     own = tile_of(k, k_copy, start, rows, k_head, sizes.keys, sizes.depth, BN, kind.depth, kind.copied, True)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind) * of_rows(factor, kind.stacked)
-    seen = seen_of_tile(start, rows, BN)
+    return looked(start, top, total, opening, scores, rows, kind)
+
+
+@triton.jit
+def looked(start, top, total, opening, scores, rows, kind: tl.constexpr):
+    """Likewise, of a tile of scores."""
+    BN: tl.constexpr = kind.keys
+    seen = seen_of_tile(start, rows, BN, kind.opens)
     top = tl.maximum(top, tl.max(tl.where(seen, scores, float("-inf")), 1))
     if kind.measure >= MOMENTS and not kind.summed:
         total += tl.sum(tl.where(seen, scores, 0.0), 1)
         if kind.opens:
             opening += tl.sum(tl.where((start + tl.arange(0, BN) == 0)[None, :], scores, 0.0), 1)
     return top, total, opening
+
+
+@triton.jit
+def reference_of(top, total, count, kind: tl.constexpr):
+    """What the scores of each row are compared with: from the largest and the sum of so many."""
+    reference = tl.where(top == float("-inf"), 0.0, top)
+    if kind.measure >= MOMENTS and not kind.summed:
+        # Nearer to their mean, where fewer digits of the moments cancel, by a whole number, so that the largest
+        # weight stays exact. Not by much: weights of float16 overflow beyond 2¹⁶.
+        mean = total / tl.maximum(count, 1.0)
+        reference -= tl.minimum(tl.floor(reference - mean), 4.0)
+    return reference
 
 
 HIDDEN: tl.constexpr = tl.constexpr(-1e30)
@@ -296,11 +319,11 @@ def weigh(apart, sums, dtype: tl.constexpr, kind: tl.constexpr, END: tl.constexp
         if kind.peak:
             highest = tl.maximum(highest, largest(apart, kind))
         if kind.measure >= SUMS:
-            if END:
-                apart = tl.where(apart == HIDDEN, 0.0, apart)
             squares += added(power * power, kind)
             tilt += added(power * apart, kind)
         if kind.measure >= MOMENTS and not kind.summed:
+            if END:
+                apart = tl.where(apart == HIDDEN, 0.0, apart)
             moved += added(apart, kind)
             spread += added(apart * apart, kind)
         return power.to(dtype), Sums(total, tilt, squares, moved, spread, highest)
@@ -322,7 +345,7 @@ def add_tile(
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
     apart = scores * of_rows(factor, kind.stacked) - reference[:, None]
     if END:
-        apart = tl.where(seen_of_tile(start, rows, BN), apart, HIDDEN)
+        apart = tl.where(seen_of_tile(start, rows, BN, kind.opens), apart, HIDDEN)
     power, sums = weigh(apart, sums, own.dtype, kind, END)
     if kind.valued:
         values = tile_of(
@@ -330,6 +353,47 @@ def add_tile(
         )
         weighted = product(power, values, weighted, kind)
     return sums, weighted
+
+
+@triton.jit
+def add_any_tile(
+    sums, weighted, reference, opening, start, inner, end, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes,
+    kind: tl.constexpr,
+):  # fmt: skip
+    """Likewise, whichever it is: those from `inner` to `end` all rows see.
+
+    If asked to, and if it `opens`, the first tile gives the reference. A branch is where no product is under way, and
+    costs little.
+    """
+    BM: tl.constexpr = kind.rows
+    BN: tl.constexpr = kind.keys
+    own = tile_of(k, k_copy, start, rows, k_head, sizes.keys, sizes.depth, BN, kind.depth, kind.copied, True)
+    scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
+    apart = scores * of_rows(factor, kind.stacked) - reference[:, None]
+    if kind.merged == 2 and kind.opens:
+        if start == 0:
+            # So far it is 0.
+            nothing = tl.zeros_like(opening)
+            top, total, opening = looked(start, nothing - float("inf"), nothing, nothing, apart, rows, kind)
+            reference = reference_of(top, total, visible(rows, 0, BN), kind)
+            apart -= reference[:, None]
+    if kind.measure >= MOMENTS and not kind.summed:
+        if (start >= inner) & (start < end):
+            power, sums = weigh(apart, sums, tl.float32, kind, False)
+        else:
+            apart = tl.where(seen_of_tile(start, rows, BN, kind.opens), apart, HIDDEN)
+            power, sums = weigh(apart, sums, tl.float32, kind, True)
+        power = power.to(own.dtype)
+    else:
+        if (start < inner) | (start >= end):
+            apart = tl.where(seen_of_tile(start, rows, BN, kind.opens), apart, HIDDEN)
+        power, sums = weigh(apart, sums, own.dtype, kind, False)
+    if kind.valued:
+        values = tile_of(
+            v, v_copy, start, rows, k_head, sizes.keys, sizes.value_depth, BN, kind.value_depth, kind.copied, True
+        )
+        weighted = product(power, values, weighted, kind)
+    return sums, weighted, reference, opening
 
 
 @triton.jit
@@ -355,7 +419,10 @@ def opened(state, own, k, k_head, rows, factor, sizes):
 
 @triton.jit
 def close(sums, weighted, reference, opening, count, kind: tl.constexpr):
-    """The State of so many keys, of which there were sums about a reference."""
+    """The State of so many keys, of which there were sums about a reference.
+
+    And what its outputs are yet to be scaled by, but if it is of one split.
+    """
     seen = count > 0
     shift, total = tl.zeros_like(count), tl.sum(sums.total, 1)
     if kind.peak:
@@ -374,29 +441,35 @@ def close(sums, weighted, reference, opening, count, kind: tl.constexpr):
         mean = tl.where(seen, reference + move, 0.0)
         spread = tl.sum(sums.spread, 1) - moved * move
         spread = tl.where(spread < 0, 0.0, spread)
-    if kind.valued:
+    if kind.valued and kind.split:
         weighted = weighted * keep[:, None]
     nowhere = tl.full(count.shape, NO_KEY, tl.int32)
-    return State(
+    state = State(
         maximum, total * keep, tilt, squares, count, mean, spread, maximum, nowhere, opening, weighted, weighted,
     )  # fmt: skip
+    return state, keep
 
 
 @triton.jit
 def finish(
-    state, rows, sizes, sinks, out, out_copy, wide, fields, mark, block, kind: tl.constexpr, CAREFUL: tl.constexpr
+    state, keep, rows, sizes, sinks, out, out_copy, wide, fields, mark, block, kind: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Write the output and the fields of the Reading; mark the block if one of them is not finite."""
+    """Write the output, times what is to `keep` of it, and the fields of the Reading.
+
+    The block is marked if one of them is not finite.
+    """
     DV: tl.constexpr = kind.value_depth
     seen, there = state.count > 0, rows.there
     row = place_of_rows(rows, sizes)
     # Keys may be visible and yet all score −inf: the softmax is then 0/0, not the 0 of a row that sees nothing.
     total = tl.where(seen, tl.where(state.total == 0, float("nan"), state.total), 1.0)
     log_total = tl.log2(total)
+    inverse = 1 / total
     logsumexp = tl.where(seen, (state.maximum + log_total) * LN2, float("-inf"))
     tl.store(fields.max_logit + row, state.maximum * LN2, mask=there)
     tl.store(fields.logsumexp + row, logsumexp, mask=there)
-    tl.store(fields.largest_weight + row, tl.where(seen, 1 / total, 0.0), mask=there)
+    tl.store(fields.largest_weight + row, tl.where(seen, inverse, 0.0), mask=there)
     visible = state.count.to(tl.int64)
     if kind.mask == NO_MASK:
         # A float32 counts to 2²⁴; where bounds alone hide keys they say it too.
@@ -413,28 +486,34 @@ def finish(
         passing = tl.where(absent, 1.0, 1 / (1 + tl.exp2(gap)))
         mass = tl.where(absent, 0.0, 1 / (1 + tl.exp2(-gap)))
     tl.store(fields.sink_mass + row, mass, mask=there)
-    sound = (tl.abs(state.maximum) < float("inf")) & (total < float("inf"))
+    # 0 times what is not finite is NaN.
+    check = state.maximum * 0.0 + total * 0.0
     if kind.measure >= SUMS:
-        lean = state.tilt / total
-        collision = state.squares / (total * total)
-        sound = sound & (collision < float("inf"))
+        lean = state.tilt * inverse
+        collision = state.squares * inverse * inverse
+        check += collision * 0.0 + lean * 0.0
         collision = tl.where(collision > 1, 1.0, collision)
         tl.store(fields.expected_score + row, tl.where(seen, (state.maximum + lean) * LN2, 0.0), mask=there)
         tl.store(fields.entropy + row, tl.where(seen, (log_total - lean) * LN2, 0.0), mask=there)
         tl.store(fields.collision + row, tl.where(seen, collision, 0.0), mask=there)
-        sound = sound & (tl.abs(lean) < float("inf"))
+    lost = tl.zeros_like(total)
     if kind.valued:
-        result = state.weighted * (passing / (total * sizes.kept))[:, None]
+        result = state.weighted * (passing * keep * inverse * (1 / sizes.kept))[:, None]
         if CAREFUL:
             result = tl.where((state.awry & 1) != 0, result + float("inf"), result)
             result = tl.where((state.awry & 2) != 0, result - float("inf"), result)
             result = tl.where((state.awry & 4) != 0, float("nan"), result)
-        result = tl.where(seen[:, None], result, 0.0)
-        # No square may over- or underflow.
-        largest = tl.max(tl.abs(result), 1)
-        unit = tl.where((largest > 1e-30) & (largest < float("inf")), largest, 1.0)
-        share = result * (1 / unit)[:, None]
-        norm = unit * tl.sqrt(tl.sum(share * share, 1))
+            result = tl.where(seen[:, None], result, 0.0)
+            # No square may over- or underflow.
+            largest = tl.max(tl.abs(result), 1)
+            unit = tl.where((largest > 1e-30) & (largest < float("inf")), largest, 1.0)
+            share = result * (1 / unit)[:, None]
+            norm = unit * tl.sqrt(tl.sum(share * share, 1))
+        else:
+            square, size = tl.sum(result * result, 1), tl.sum(tl.abs(result), 1)
+            norm = tl.sqrt(square)
+            # Squares that underflow are left to the kernel that takes care, and so is 0 · NaN where nothing is seen.
+            lost = tl.where((square > 1e-30) | (size == 0), square * 0.0, float("nan"))
         if kind.wide:
             write_rows(wide, result, rows, sizes.value_depth, DV)
         if kind.copied:
@@ -443,21 +522,24 @@ def finish(
         else:
             write_rows(out, result, rows, sizes.value_depth, DV)
         tl.store(fields.output_norm + row, norm, mask=there)
-        sound = sound & (norm < float("inf"))
+        if CAREFUL:
+            check += norm * 0.0
     if kind.measure >= MOMENTS and not kind.summed:
         deviation = tl.sqrt(state.spread / tl.where(seen, state.count, 1.0))
-        first = tl.exp2(state.opening_score - state.maximum) / total
+        first = tl.exp2(state.opening_score - state.maximum) * inverse
         tl.store(fields.score_mean + row, state.mean * LN2, mask=there)
         tl.store(fields.score_std + row, deviation * LN2, mask=there)
         tl.store(fields.first_key_weight + row, tl.where(seen, first, 0.0), mask=there)
+    unsound = seen & (check != 0)
     if kind.measure >= MOMENTS:
         tl.store(fields.max_qk + row, state.highest * LN2, mask=there)
-        sound = sound & (tl.abs(state.mean) < float("inf"))
-        tl.store(fields.nonfinite + row, tl.where(seen & (sound == 0), 1, 0).to(tl.int64), mask=there)
+        unsound = unsound | (seen & (state.mean * 0.0 != 0))
+        nonfinite = unsound | (seen & (lost != 0))
+        tl.store(fields.nonfinite + row, tl.where(nonfinite, 1, 0).to(tl.int64), mask=there)
     if not CAREFUL:
         # As a column: of a row of numbers Triton 3.6 makes nothing on GPUs of compute capability 10.0.
-        unsound = tl.where(there & seen & (sound == 0), 1, 0)
-        tl.store(mark + block + tl.arange(0, 1), tl.max(unsound[:, None], 0))
+        again = tl.where(there & (unsound | (lost != 0)), 1, 0)
+        tl.store(mark + block + tl.arange(0, 1), tl.max(again[:, None], 0))
 
 
 @triton.jit
@@ -508,20 +590,26 @@ def forward_kernel(
         split = program % sizes.splits
         program = program // sizes.splits
     # Late rows first: under a causal mask they see most. Neighbours in time share their keys.
-    block = program + sizes.blocks - 1 - 2 * (program % sizes.blocks)
-    batch, head, turn = place_of_block(block, sizes)
+    unit = program // sizes.blocks
+    turn = (unit + 1) * sizes.blocks - 1 - program
+    block = unit * sizes.blocks + turn
+    stacks = sizes.heads // sizes.stack
+    batch, head = unit // stacks, unit % stacks * sizes.stack
     k_head = head // sizes.group
     rows, known = open_block(turn * kind.rows, batch, head, first, stop, scale, sizes, masked, dropped, kind)
     if kind.copied:
         own = q_copy.load([batch, head, turn * kind.rows, 0]).reshape([kind.rows, D])
     else:
         own = load_rows(q, rows, sizes.depth, D)
-    least, most, clear, clear_stop = range_of_block(rows, sizes.keys)
+    if not kind.stacked and (kind.bounded == 0 or kind.bounded == BAND):
+        least, most, clear, clear_stop = range_of_band(turn * kind.rows, sizes, BM, kind.bounded)
+    else:
+        least, most, clear, clear_stop = range_of_block(rows, sizes.keys)
     if kind.split:
         share = tl.cdiv(tl.cdiv(sizes.keys, sizes.splits), BN) * BN
         least, most = tl.maximum(least, split * share), tl.minimum(most, (split + 1) * share)
     least = least // BN * BN
-    state = fresh(kind.rows, kind.value_depth)
+    state, keep = fresh(kind.rows, kind.value_depth), 1.0
     if kind.softcap or kind.mask != NO_MASK or kind.dropout:
         for start in tl.range(least, most, BN):
             state = visit(
@@ -536,49 +624,56 @@ def forward_kernel(
             end = inner
         # Rows are weighed by what they see of one tile, in which each sees a key, or else of all tiles.
         top, total, opening = state.maximum, state.total, state.total
-        if kind.shared:
-            # Without a loop: in one the compiler takes more registers, also for the loops that follow.
-            at = tl.maximum(tl.minimum(clear, most - 1), 0) // BN * BN
-            until = at + BN
-            top, total, opening = look(
-                at, top, total, opening, own, k, k_copy, k_head, rows, known.factor, sizes, kind
-            )  # fmt: skip
+        if kind.merged == 2 and kind.opens:
+            # Of the first tile, when it is there.
+            reference = total
         else:
-            clear = tl.maximum(clear, least)
-            at = tl.where(clear < clear_stop, clear // BN * BN, least)
-            until = tl.where(clear < clear_stop, at + BN, most)
-            for start in tl.range(at, until, BN):
+            if kind.shared:
+                # Without a loop: in one the compiler takes more registers, also for the loops that follow.
+                at = tl.maximum(tl.minimum(clear, most - 1), 0) // BN * BN
+                until = at + BN
                 top, total, opening = look(
-                    start, top, total, opening, own, k, k_copy, k_head, rows, known.factor, sizes, kind
+                    at, top, total, opening, own, k, k_copy, k_head, rows, known.factor, sizes, kind
                 )  # fmt: skip
-        reference = tl.where(top == float("-inf"), 0.0, top)
-        if kind.measure >= MOMENTS and not kind.summed:
-            # Nearer to their mean, where fewer digits of the moments cancel, by a whole number, so that the largest
-            # weight stays exact. Not by much: weights of float16 overflow beyond 2¹⁶.
-            mean = total / tl.maximum(visible(rows, tl.maximum(at, least), tl.minimum(until, most)), 1.0)
-            reference -= tl.minimum(tl.floor(reference - mean), 4.0)
+            else:
+                clear = tl.maximum(clear, least)
+                at = tl.where(clear < clear_stop, clear // BN * BN, least)
+                until = tl.where(clear < clear_stop, at + BN, most)
+                for start in tl.range(at, until, BN):
+                    top, total, opening = look(
+                        start, top, total, opening, own, k, k_copy, k_head, rows, known.factor, sizes, kind
+                    )  # fmt: skip
+            count = visible(rows, tl.maximum(at, least), tl.minimum(until, most))
+            reference = reference_of(top, total, count, kind)
         zero = tl.zeros([BM, 4 * kind.across], tl.float32)
         sums, weighted = Sums(zero, zero, zero, zero, zero, zero - float("inf")), state.weighted
-        before = tl.cdiv(inner - least, BN)
-        ends = before + tl.cdiv(tl.maximum(most - end, 0), BN)
-        for i in tl.range(0, ends):
-            start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
-            sums, weighted = add_tile(
-                sums, weighted, reference, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind,
-                True,
-            )  # fmt: skip
-        for start in tl.range(inner, end, BN):
-            sums, weighted = add_tile(
-                sums, weighted, reference, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind,
-                False,
-            )  # fmt: skip
-        state = close(sums, weighted, reference, opening, visible(rows, least, most), kind)
+        if kind.merged:
+            for start in tl.range(least, most, BN):
+                sums, weighted, reference, opening = add_any_tile(
+                    sums, weighted, reference, opening, start, inner, end, own, k, v, k_copy, v_copy, k_head, rows,
+                    known.factor, sizes, kind,
+                )  # fmt: skip
+        else:
+            before = tl.cdiv(inner - least, BN)
+            ends = before + tl.cdiv(tl.maximum(most - end, 0), BN)
+            for i in tl.range(0, ends):
+                start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
+                sums, weighted = add_tile(
+                    sums, weighted, reference, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes,
+                    kind, True,
+                )  # fmt: skip
+            for start in tl.range(inner, end, BN):
+                sums, weighted = add_tile(
+                    sums, weighted, reference, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes,
+                    kind, False,
+                )  # fmt: skip
+        state, keep = close(sums, weighted, reference, opening, visible(rows, least, most), kind)
         if kind.measure >= MOMENTS and not kind.summed and not kind.opens:
             state = opened(state, own, k, k_head, rows, known.factor, sizes)
     if kind.split:
         leave(state, partial, block, split, sizes, kind)
     else:
-        finish(state, rows, sizes, sinks, out, out_copy, wide, fields, mark, block, kind, False)
+        finish(state, keep, rows, sizes, sinks, out, out_copy, wide, fields, mark, block, kind, False)
 
 
 @triton.jit(do_not_specialize=("blocks",))
@@ -603,7 +698,7 @@ def careful_kernel(
                     state, start, own, k, v, head // sizes.group, rows, known, masked, dropped, softcap, sizes, kind,
                     True,
                 )  # fmt: skip
-            finish(state, rows, sizes, sinks, out, out, wide, fields, mark, block, kind, True)
+            finish(state, 1.0, rows, sizes, sinks, out, out, wide, fields, mark, block, kind, True)
 
 
 PARTS: tl.constexpr = tl.constexpr(10)
@@ -670,7 +765,7 @@ def merge_kernel(
             best, state.total * keep + total * take, tilt, squares, state.count + here, mean, spread, highest,
             tl.minimum(state.opening, where), opening_score, weighted, state.awry,
         )  # fmt: skip
-    finish(state, rows, sizes, sinks, out, out, wide, fields, mark, block, kind, False)
+    finish(state, 1.0, rows, sizes, sinks, out, out, wide, fields, mark, block, kind, False)
 
 
 @triton.jit

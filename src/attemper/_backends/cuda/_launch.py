@@ -51,6 +51,12 @@ def copied_tiling(tile: Tiling, depth: int, *, moments: bool) -> Tiling:
     return tile if depth <= 64 or moments else Tiling(tile.rows, 64, 4, 2)
 
 
+def in_one_loop(*, copied: bool) -> int:  # noqa: ARG001
+    """What of a block of rows one loop takes: see `Kind.merged`."""
+    # Not measured yet.
+    return 0
+
+
 @cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes of it that a block may have."""
@@ -177,6 +183,7 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         peak=peak,
         summed=summed,
         copied=copied,
+        merged=in_one_loop(copied=copied),
         step=32 if tile.keys > 64 else tile.keys,
         across=max(1, min(16 * tile.warps // tile.rows, tile.keys // 8)),
         shared=splits == 1 and _share_a_key(call, tile.rows),

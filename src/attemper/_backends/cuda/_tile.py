@@ -65,6 +65,8 @@ class Kind(NamedTuple):
     """Warps that share a row of a tile."""
     opens: bool = False
     """Whether every row that sees a key sees the first."""
+    merged: int = 0
+    """1 if one loop takes tiles at an end and tiles that all rows see, 2 if also, where it `opens`, the reference."""
 
 
 class Sizes(NamedTuple):
@@ -318,6 +320,22 @@ def range_of_block(rows, keys):
     # Rows that are not there go along with the others: what is computed for them is not kept.
     clear = tl.max(tl.where(rows.there, rows.low, 0), 0)
     clear_stop = tl.min(tl.where(rows.there, rows.high, keys), 0)
+    return least, most, clear, clear_stop
+
+
+@triton.jit
+def range_of_band(begin, sizes, BM: tl.constexpr, BOUNDED: tl.constexpr):
+    """Likewise of rows of one head that see all keys or a band of them: the first row and the last tell it."""
+    keys = sizes.keys
+    least, most, clear, clear_stop = keys * 0, keys, keys * 0, keys
+    if BOUNDED:
+        last = tl.minimum(begin + BM, sizes.queries) - 1
+        one, other = tl.maximum(begin, 1 - sizes.high), tl.minimum(last, keys - 1 - sizes.low)
+        some = (one <= other) & (sizes.low < sizes.high)
+        least = tl.where(some, tl.maximum(one + sizes.low, 0), keys)
+        most = tl.where(some, tl.minimum(other + sizes.high, keys), 0)
+        clear = tl.maximum(last + sizes.low, 0)
+        clear_stop = tl.minimum(begin + sizes.high, keys)
     return least, most, clear, clear_stop
 
 
