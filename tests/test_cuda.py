@@ -116,6 +116,37 @@ def test_tiles_of_every_size(queries, dim, dtype):
     fields_agree(replace(found.reading, output_norm=None), right.reading)
 
 
+COPIED = {
+    "full": ({}, (330, 300)),
+    "causal": ({"is_causal": True}, (300, 300)),
+    "causal, rows that see nothing": ({"is_causal": True, "query_offset": -150}, (300, 330)),
+    "window": ({"window": (70, 5)}, (300, 300)),
+    "key lengths": ({"key_lengths": torch.tensor([190], device=DEVICE)}, (200, 300)),
+}
+
+
+@pytest.mark.parametrize("case", COPIED)
+@pytest.mark.parametrize("stats", ["all", ("entropy", "logsumexp"), "none"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_that_the_copy_engine_brings(case, stats, head_dim, monkeypatch):
+    """As on a Hopper GPU without its own kernels: of other sizes, and for some one loop takes them all."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(_launch, "_copy_engine", lambda device: True)
+    monkeypatch.setattr(_launch, "splits_for", lambda *given: 1)
+    monkeypatch.setattr(_form, "gluon", lambda name: None)
+    kinds = []
+    launch = _launch.launch
+    monkeypatch.setattr(_launch, "launch", lambda *given, **more: kinds.append(given[2][-1]) or launch(*given, **more))
+    options, lengths = COPIED[case]
+    operands = three(*lengths, head_dim, dtype=torch.bfloat16)
+    found, right = triton_attend(*operands, **options, stats=stats), attend(*wide(operands), **options, backend="torch")
+    assert kinds[0].copied
+    assert kinds[0].merged == (stats == "all" if head_dim == 64 else stats != "all" and case != "full")
+    torch.testing.assert_close(found.output.double(), right.output, rtol=2e-2, atol=2e-2)
+    if stats != "none":
+        fields_agree(replace(found.reading, output_norm=None), right.reading)
+
+
 class TestReady:
     """Kernels that were launched before are launched without Triton's help."""
 

@@ -362,15 +362,14 @@ def add_any_tile(
 ):  # fmt: skip
     """Likewise, whichever it is: those from `inner` to `end` all rows see.
 
-    If asked to, and if it `opens`, the first tile gives the reference. A branch is where no product is under way, and
-    costs little.
+    If it `opens`, the first tile gives the reference. A branch is where no product is under way, and costs little.
     """
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     own = tile_of(k, k_copy, start, rows, k_head, sizes.keys, sizes.depth, BN, kind.depth, kind.copied, True)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
     apart = scores * of_rows(factor, kind.stacked) - reference[:, None]
-    if kind.merged == 2 and kind.opens:
+    if kind.merged and kind.opens:
         if start == 0:
             # So far it is 0.
             nothing = tl.zeros_like(opening)
@@ -624,7 +623,7 @@ def forward_kernel(
             end = inner
         # Rows are weighed by what they see of one tile, in which each sees a key, or else of all tiles.
         top, total, opening = state.maximum, state.total, state.total
-        if kind.merged == 2 and kind.opens:
+        if kind.merged and kind.opens:
             # Of the first tile, when it is there.
             reference = total
         else:

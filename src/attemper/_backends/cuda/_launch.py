@@ -45,16 +45,15 @@ def tiling(call: Call, depth: int, rows: int) -> Tiling:
     return Tiling(128, 64, 8, 3 if room >= 140 * 1024 else 2)
 
 
-def copied_tiling(tile: Tiling, depth: int, *, moments: bool) -> Tiling:
-    """The same where the copy engine brings them: for a depth of 128, two blocks of four warps share a processor."""
-    # With moments in the loop four warps have too few registers.
-    return tile if depth <= 64 or moments else Tiling(tile.rows, 64, 4, 2)
-
-
-def in_one_loop(*, copied: bool) -> int:  # noqa: ARG001
-    """What of a block of rows one loop takes: see `Kind.merged`."""
-    # Not measured yet.
-    return 0
+def copied_tiling(tile: Tiling, depth: int, *, moments: bool, bounded: bool) -> tuple[Tiling, bool]:
+    """The same where the copy engine brings them, and whether one loop takes all tiles: what measured best."""
+    if depth <= 64:
+        # Four blocks share a processor, and lose less beside the ends of what rows see.
+        return (Tiling(64, 64, 4, 2, 128), True) if moments else (tile, False)
+    if moments:
+        return tile, False
+    # Two blocks share a processor.
+    return (Tiling(tile.rows, 32, 8, 4, 128), True) if bounded else (Tiling(tile.rows, 64, 4, 2), False)
 
 
 @cache
@@ -168,8 +167,12 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
     copies: tuple[Any, ...] = (call.scale,) * 4
     copied = splits == 1 and stack == 1 and _copies(call, output, tile)
     summed = splits == 1 and _summed(call, found, _moments.PORTABLE_SUMMED_KEYS)
+    merged = False
     if copied:
-        tile = copied_tiling(tile, max(deep, value_deep), moments=measure >= 2 and not summed)
+        moments = measure >= 2 and not summed
+        tile, merged = copied_tiling(tile, max(deep, value_deep), moments=moments, bounded=call.bounded)
+        blocks = triton.cdiv(queries, tile.rows)
+        programs = batch * heads * blocks
         of_rows = [_described(call.q if x is None else x, tile.rows) for x in (call.q, output)]
         of_keys = [_described(call.k if x is None else x, tile.keys) for x in (call.k, call.v)]
         copies = of_rows[0], *of_keys, of_rows[1]
@@ -183,7 +186,7 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         peak=peak,
         summed=summed,
         copied=copied,
-        merged=in_one_loop(copied=copied),
+        merged=merged,
         step=32 if tile.keys > 64 else tile.keys,
         across=max(1, min(16 * tile.warps // tile.rows, tile.keys // 8)),
         shared=splits == 1 and _share_a_key(call, tile.rows),

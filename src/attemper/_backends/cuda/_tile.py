@@ -65,8 +65,8 @@ class Kind(NamedTuple):
     """Warps that share a row of a tile."""
     opens: bool = False
     """Whether every row that sees a key sees the first."""
-    merged: int = 0
-    """1 if one loop takes tiles at an end and tiles that all rows see, 2 if also, where it `opens`, the reference."""
+    merged: bool = False
+    """Whether one loop takes tiles at an end, tiles that all rows see and, where it `opens`, the reference."""
 
 
 class Sizes(NamedTuple):
