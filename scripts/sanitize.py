@@ -6,9 +6,9 @@
 
 `portable` in place of `hopper` runs the kernels that are not for Hopper alone; `hopper 3/12` the fourth of every twelve
 cases. cuDNN is off, so that what is reported is about these kernels. `control` runs none of them, but a kernel in which
-one warp, or two, hand numbers to four others, one at a time, with a barrier both ways; then the same with a number from
-each thread of a warp, as the producer does its letters. What racecheck reports of that is about Triton's way of
-starting warps and about what the tool can see.
+one warp, or two, hand numbers to four others as the producer does its letters, one at a time, with a barrier both ways;
+then the same with a number from each thread of a warp. What racecheck reports of that is about Triton's way of starting
+warps and about what the tool can see.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def listen(given, COUNT: gl.constexpr):  # noqa: N803
     box, full, empty, heard, times = given
     for i in range(times):
         mbarrier.wait(full.index(0), i & 1)
-        number = gl.max(box.index(0).slice(COUNT - 1, 1).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+        number = gl.max(box.index(0).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
         mbarrier.arrive(empty.index(0))
         gl.store(heard + i, number - (COUNT - 1))
 

@@ -682,7 +682,6 @@ def _producer(x_desc, tiles, full, empty, count):
 @gluon.jit
 def _consumer(x_desc, y_desc, tiles, out, full, empty, count):
     L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    MANY: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     stage = 0
     phase = 0
     for i in range(count):
@@ -736,10 +735,6 @@ FAULTS = {
         "range(count):\n        mbarrier.wait(empty", "range(count + 1):\n        mbarrier.wait(empty", GluonError
     ),
     "no fence": ("fence_async_shared()  # FENCE", "", RaceError),
-    "a number that many threads store": (
-        "tma.store_wait(0)  # WAIT STORE",
-        "tma.store_wait(0); out.slice(0, 1).store(gl.zeros([1, 64], gl.bfloat16, MANY))", GluonError
-    ),
     "more bytes than come": ("block_type.nbytes", "block_type.nbytes + 16", DeadlockError),
     "another layout": ("acc.to(gl.bfloat16)", "acc.to(gl.float16)", GluonError),
     "a place that is not there": ("tiles.index(stage)\n        # EARLY", "tiles.index(stage + 1)", GluonError),

@@ -377,7 +377,7 @@ def _kernel(
             [
                 (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
                 (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
-                (_scribe, (asked, ITEMS, CONSUMERS, BOUNDED, VALUES, LEVEL, TABLE)),
+                (_scribe, (asked, ITEMS, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
                 (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
             ],
             [4, 2, 1],
@@ -389,7 +389,7 @@ def _kernel(
                 (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
                 (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
                 (_consumer, (given, 2, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
-                (_scribe, (asked, ITEMS, CONSUMERS, BOUNDED, VALUES, LEVEL, TABLE)),
+                (_scribe, (asked, ITEMS, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
                 (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
             ],
             [4, 4, 2, 1],

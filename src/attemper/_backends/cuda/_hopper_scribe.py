@@ -11,19 +11,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ._hopper_supply import (
+    _LETTER,
     _LETTERS,
     _LN_2,
     _M,
-    _PAGES,
     _REFERENCE_LIMIT,
     _advance,
     _bearable,
     _bounds,
     _log2,
     _of_head,
+    _open,
     _read,
     _there,
-    _whose,
 )
 
 _SUM_LIMIT = gl.constexpr(2.0**60)
@@ -109,8 +109,8 @@ def _part(pile, part: gl.constexpr, who):
 
 @gluon.jit
 def _scribe(
-    given, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr,
-    LEVEL: gl.constexpr, TABLE: gl.constexpr,
+    given, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr,
+    BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
     """Make fields of what the consumers leave, and tell the producer that they are done with an item.
 
@@ -138,10 +138,10 @@ def _scribe(
     q_slot = 0
     phase = 0
     mbarrier.wait(mail_full.index(0), 0)
-    item = _read(mail, 0, 0, _SCRIBES)
+    item = _read(mail, 0, _SCRIBES)
     while item < items:
         for who in range(CONSUMERS):
-            place, c = _whose(mail, slot * _PAGES, who, _SCRIBES)
+            _tiles, place, c = _open(mail, slot * _LETTER, who, keys, N, BOUNDED, _SCRIBES)
             batch, head, row = place
             rows = row + gl.arange(0, _M, R)
             there = _there(rows, queries)
@@ -242,4 +242,4 @@ def _scribe(
         mbarrier.arrive(mail_empty.index(slot))
         slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
         mbarrier.wait(mail_full.index(slot), mail_phase)
-        item = _read(mail, slot * _PAGES, 0, _SCRIBES)
+        item = _read(mail, slot * _LETTER, _SCRIBES)

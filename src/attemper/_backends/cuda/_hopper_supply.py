@@ -45,12 +45,9 @@ _SCALE_PER_HEAD = gl.constexpr(1 << 17)
 _FIRST_PER_BATCH = gl.constexpr(1 << 20)
 _STOP_PER_BATCH = gl.constexpr(1 << 21)
 _BAND = gl.constexpr(1 << 22)
-_PAGES = gl.constexpr(4)
-"""Of a letter, by which the producer tells the others all about an item, so that they need not look it up: the first
-has for all the item, its first tile of keys and the one after its last, batch, head, row and scale, and each of the
-others five numbers for a consumer."""
-_PAGE = gl.constexpr(32)
-"""Places for numbers: one for each thread of the producer."""
+_LETTER = gl.constexpr(22)
+"""Numbers of a letter, by which the producer tells the others all about an item, so that they need not look it up: the
+item, its first tile of keys and the one after its last, batch, head, row, scale, and five for each consumer."""
 _LETTERS = gl.constexpr(4)
 """In the mailbox at once: the scribe still reads that of an item while the producer is at the item after the next."""
 
@@ -112,34 +109,17 @@ def _bounds(limits, batch, rows, sizes, choices):
 
 
 @gluon.jit
-def _empty_page():
-    return gl.zeros([_PAGE], gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
+def _write(mail, place, number):
+    mail.index(place).store(gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + number)
 
 
 @gluon.jit
-def _written(page, place: gl.constexpr, number):
-    """A page with a number more, of a letter that is stored page by page.
-
-    A number stored by itself would be stored by all threads, which to compute-sanitizer is a race.
-    """
-    return gl.where(gl.arange(0, _PAGE, page.type.layout) == place, number, page)
+def _read(mail, place, WARPS: gl.constexpr = 4):
+    return gl.max(mail.index(place).load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
 
 
 @gluon.jit
-def _read(mail, page, place: gl.constexpr, WARPS: gl.constexpr = 4):
-    return gl.max(mail.index(page).slice(place, 1).load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
-
-
-@gluon.jit
-def _whose(mail, letter, who, WARPS: gl.constexpr = 4):
-    """Where a letter says that the rows of a consumer are, and the scale."""
-    row = _read(mail, letter, 10, WARPS) + who * _M
-    place = (_read(mail, letter, 6, WARPS), _read(mail, letter, 8, WARPS), row)
-    return place, _read(mail, letter, 12, WARPS).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _open(mail, letter, who, keys, N: gl.constexpr, BOUNDED: gl.constexpr):
+def _open(mail, letter, who, keys, N: gl.constexpr, BOUNDED: gl.constexpr, WARPS: gl.constexpr = 4):
     """What a letter says of a consumer: which tiles, where its rows are, and the scale.
 
     The tiles of the item are [lowest, highest), of which this one needs [low, high) and its rows see all of [free_low,
@@ -147,7 +127,7 @@ def _open(mail, letter, who, keys, N: gl.constexpr, BOUNDED: gl.constexpr):
     always one tile: a consumer whose rows see nothing looks at the last in vain.
     """
     lowest = 0
-    highest = _read(mail, letter, 4)
+    highest = _read(mail, letter + 2, WARPS)
     low = lowest
     high = highest
     stop = keys
@@ -155,18 +135,19 @@ def _open(mail, letter, who, keys, N: gl.constexpr, BOUNDED: gl.constexpr):
     free_low = 0
     free_high = keys // N
     if BOUNDED:
-        own = letter + 1 + who
-        lowest = _read(mail, letter, 2)
-        low = _read(mail, own, 0)
-        stop = _read(mail, own, 1)
+        lowest = _read(mail, letter + 1, WARPS)
+        low = _read(mail, letter + 7 + 5 * who, WARPS)
+        stop = _read(mail, letter + 8 + 5 * who, WARPS)
         high = gl.cdiv(stop, N)
         nothing = high <= low
         low = gl.where(nothing, lowest, low)
         high = gl.where(nothing, lowest + 1, high)
-        free_low = _read(mail, own, 2)
-        free_high = gl.where(nothing, 0, _read(mail, own, 3))
-        blank = _read(mail, own, 4)
-    place, c = _whose(mail, letter, who)
+        free_low = _read(mail, letter + 9 + 5 * who, WARPS)
+        free_high = gl.where(nothing, 0, _read(mail, letter + 10 + 5 * who, WARPS))
+        blank = _read(mail, letter + 11 + 5 * who, WARPS)
+    row = _read(mail, letter + 5, WARPS) + who * _M
+    place = (_read(mail, letter + 3, WARPS), _read(mail, letter + 4, WARPS), row)
+    c = _read(mail, letter + 6, WARPS).to(gl.float32, bitcast=True)
     return (lowest, highest, low, high, free_low, free_high, stop, blank), place, c
 
 
@@ -184,8 +165,8 @@ def _next(slot, mail_phase, post, who, keys, N: gl.constexpr, BOUNDED: gl.conste
     """What the next letter says; who is the last to read it says that it was read."""
     mail, mail_full, mail_empty = post
     mbarrier.wait(mail_full.index(slot), mail_phase)
-    item = _read(mail, slot * _PAGES, 0)
-    tiles, place, c = _open(mail, slot * _PAGES, who, keys, N, BOUNDED)
+    item = _read(mail, slot * _LETTER)
+    tiles, place, c = _open(mail, slot * _LETTER, who, keys, N, BOUNDED)
     if LAST:
         mbarrier.arrive(mail_empty.index(slot))
     slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
@@ -194,15 +175,14 @@ def _next(slot, mail_phase, post, who, keys, N: gl.constexpr, BOUNDED: gl.conste
 
 @gluon.jit
 def _address(mail, letter, item, lowest, highest, batch, head, row, c):
-    """Write what a letter says to all."""
-    # With a gap after each: numbers side by side would be read together, and be wanted in registers side by side.
-    page = _written(_empty_page(), 0, item)
-    page = _written(page, 2, lowest)
-    page = _written(page, 4, highest)
-    page = _written(page, 6, batch)
-    page = _written(page, 8, head)
-    page = _written(page, 10, row)
-    mail.index(letter).store(_written(page, 12, c.to(gl.int32, bitcast=True)))
+    """What a letter says to all."""
+    _write(mail, letter, item)
+    _write(mail, letter + 1, lowest)
+    _write(mail, letter + 2, highest)
+    _write(mail, letter + 3, batch)
+    _write(mail, letter + 4, head)
+    _write(mail, letter + 5, row)
+    _write(mail, letter + 6, c.to(gl.int32, bitcast=True))
 
 
 @gluon.jit
@@ -236,12 +216,11 @@ def _announce(
             # A row whose keys end where the tiles that all see begin has no reference until then: one tile more is
             # looked at row by row.
             late = (least_stop % N == 0) & (last_stop > least_stop)
-            page = _written(_empty_page(), 0, low)
-            page = _written(page, 1, last_stop)
-            page = _written(page, 2, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
-            page = _written(page, 3, least_stop // N - late.to(gl.int32))
-            page = _written(page, 4, gl.max(gl.where(seen | (_there(rows, sizes[0]) ^ True), 0, 1), axis=0))
-            mail.index(letter + 1 + who).store(page)
+            _write(mail, letter + 7 + 5 * who, low)
+            _write(mail, letter + 8 + 5 * who, last_stop)
+            _write(mail, letter + 9 + 5 * who, gl.cdiv(gl.max(gl.where(seen, first, 0), axis=0), N))
+            _write(mail, letter + 10 + 5 * who, least_stop // N - late.to(gl.int32))
+            _write(mail, letter + 11 + 5 * who, gl.max(gl.where(seen | (_there(rows, sizes[0]) ^ True), 0, 1), axis=0))
             lowest = gl.minimum(lowest, low)
             highest = gl.maximum(highest, high)
         highest = gl.maximum(highest, 1)
@@ -352,7 +331,7 @@ def _producer(
     while item < items:
         mbarrier.wait(mail_empty.index(slot), mail_phase)
         next_lowest, next_highest, next_batch, head, row = _announce(
-            coming, common, mail, slot * _PAGES, CONSUMERS, N, BOUNDED
+            coming, common, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
         )
         mbarrier.arrive(mail_full.index(slot))
         slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
@@ -453,7 +432,7 @@ def _rings(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
     # One for the places of both: every arrival stops the warpgroup.
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], ONE)
-    mail = gl.allocate_shared_memory(gl.int32, [_LETTERS * _PAGES, _PAGE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    mail = gl.allocate_shared_memory(gl.int32, [_LETTERS * _LETTER, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     mail_full = gl.allocate_shared_memory(gl.int64, [_LETTERS, 1], ONE)
     mail_empty = gl.allocate_shared_memory(gl.int64, [_LETTERS, 1], ONE)
     for i in gl.static_range(_LETTERS):

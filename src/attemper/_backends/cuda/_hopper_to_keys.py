@@ -24,11 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from ._hopper_supply import (
     _FARTHEST,
+    _LETTER,
     _LETTERS,
     _LN_2,
     _LOG2_E,
     _M,
-    _PAGES,
     _SCALE_PER_BATCH,
     _SCALE_PER_HEAD,
     ROWS,
@@ -37,7 +37,6 @@ from ._hopper_supply import (
     _advance,
     _bounds,
     _copy_in,
-    _empty_page,
     _flag,
     _give,
     _log2,
@@ -47,7 +46,7 @@ from ._hopper_supply import (
     _place,
     _rings,
     _send_queries,
-    _written,
+    _write,
     described,
     limits_of,
     processors,
@@ -114,13 +113,13 @@ def _announce(
                 inner = gl.minimum(inner, gl.min(gl.where(whole, tile, _FARTHEST), axis=0))
                 outer = gl.maximum(outer, gl.max(gl.where(whole, tile + 1, 0), axis=0))
                 count += gl.sum(whole.to(gl.int32), axis=0)
-            page = _written(_empty_page(), 0, low)
-            page = _written(page, 1, high * N)
-            page = _written(page, 2, inner)
+            _write(mail, letter + 7 + 5 * who, low)
+            _write(mail, letter + 8 + 5 * who, high * N)
+            _write(mail, letter + 9 + 5 * who, inner)
             # All in one run, or none.
-            page = _written(page, 3, gl.where(count == outer - inner, outer, 0))
-            # Whether there is a key that no row sees makes no difference here: the fifth number stays 0.
-            mail.index(letter + 1 + who).store(page)
+            _write(mail, letter + 10 + 5 * who, gl.where(count == outer - inner, outer, 0))
+            # Whether there is a key that no row sees makes no difference here.
+            _write(mail, letter + 11 + 5 * who, 0)
             lowest = gl.minimum(lowest, low)
             highest = gl.maximum(highest, high)
         highest = gl.maximum(highest, 1)
@@ -190,7 +189,7 @@ def _producer(
     while not last:
         mbarrier.wait(mail_empty.index(slot), mail_phase)
         lowest, highest, batch, kv_head, key = _announce(
-            item, common, ranges, mail, slot * _PAGES, CONSUMERS, N, BOUNDED
+            item, common, ranges, mail, slot * _LETTER, CONSUMERS, N, BOUNDED
         )
         mbarrier.arrive(mail_full.index(slot))
         slot, mail_phase = _advance(slot, mail_phase, _LETTERS)
