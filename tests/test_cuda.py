@@ -147,6 +147,30 @@ def test_tiles_that_the_copy_engine_brings(case, stats, head_dim, monkeypatch):
         fields_agree(replace(found.reading, output_norm=None), right.reading)
 
 
+@pytest.mark.parametrize(("head_dim", "stats"), [(64, "all"), (128, "none")])
+def test_scores_far_from_0_in_one_loop(head_dim, stats, monkeypatch):
+    """The loop's first tile says what they are compared with: no block has to be computed again."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(_launch, "_copy_engine", lambda device: True)
+    monkeypatch.setattr(_launch, "splits_for", lambda *given: 1)
+    monkeypatch.setattr(_form, "gluon", lambda name: None)
+    marked = []
+    launch = _launch.launch
+
+    def look(kernel, programs, arguments, **more):
+        launch(kernel, programs, arguments, **more)
+        if kernel is _launch.forward_kernel:
+            marked.append((arguments[-1].merged, int(arguments[-3].sum())))
+
+    monkeypatch.setattr(_launch, "launch", look)
+    q, k, v = three(300, 300, head_dim, dtype=torch.bfloat16)
+    q[..., 0], k[..., 0] = 16, 6.25 * head_dim**0.5
+    found, right = triton_attend(q, k, v, is_causal=True, stats=stats), attend(*wide((q, k, v)), is_causal=True)
+    assert (q.double() @ k.double().mT).min() * head_dim**-0.5 * math.log2(math.e) > 128
+    assert marked == [(True, 0)]
+    torch.testing.assert_close(found.output.double(), right.output, rtol=2e-2, atol=2e-2)
+
+
 class TestReady:
     """Kernels that were launched before are launched without Triton's help."""
 
