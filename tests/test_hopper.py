@@ -640,8 +640,7 @@ for head_dim, causal, values, names in (
     _hopper.forward(call, torch.zeros_like(q) if values else None, None, fields, torch.zeros(5, dtype=torch.int32))
     if values:
         of_rows = _hopper_to_queries.Rows(rows, rows, rows, rows, rows)
-        both = _hopper_to_queries.Gradient(q, rows)
-        for gradient, flow in ((None, rows), (both, rows), (both, None)):
+        for gradient, flow in ((None, rows), (q, rows), (q, None)):
             _hopper_to_queries.run(call, q, of_rows, gradient, flow, torch.zeros(5, dtype=torch.int32))
         numbers = torch.zeros(64, dtype=torch.int32)
         _hopper_to_keys.run(call, q, of_rows, numbers, q, q, numbers)

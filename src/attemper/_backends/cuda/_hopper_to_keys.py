@@ -139,7 +139,7 @@ def _send_rows(
     _, q_desc, g_desc, _, _, _ = inputs
     _, q_tiles, g_tiles = buffers
     _, _, q_full, g_full, empty = barriers
-    # Two numbers a thread: one each would become `stmatrix`, with an address that Triton 3.6's ptxas gets wrong.
+    # Two numbers a thread: of one each Triton makes `stmatrix`, and with that gradients of keys were wrong on an H200.
     rows = row + gl.arange(0, _M, gl.BlockedLayout([2], [32], [1], [0]))
     keys, queries = sizes
     there = rows < queries

@@ -96,7 +96,7 @@ def _consumer(
     common, post, rows_in, results, g_tiles = given
     _, limits, sizes, shape, choices, buffers, barriers = common
     max_ptr, peak_ptr, share_ptr, pull_ptr, pivot_ptr = rows_in
-    o_desc, o_tiles, flow_ptr, along_ptr, flags = results
+    o_desc, o_tiles, flow_ptr, flags = results
     queries, keys = sizes
     heads = shape[0]
     items = shape[5]
@@ -167,9 +167,6 @@ def _consumer(
                 found = warpgroup_mma(gl.convert_layout(pushed, P), k, found)
                 mbarrier.arrive(empty.index(stage))
             stage, phase = _advance(stage, phase, STAGES)
-        if GRADIENT:
-            # From the products as they are: of what is rounded further down, digits that cancel are missing.
-            along = gl.sum(found * q.load(A).to(gl.float32), axis=1)
         mbarrier.arrive(q_empty.index(who))
         if BOUNDED:
             stage, phase, _turn = _pass(
@@ -180,7 +177,6 @@ def _consumer(
             share = gl.load(share_ptr + at, mask=there, other=0.0)
             # Beyond that a hidden score is not below all others.
             share = gl.where(gl.abs(reference) < _REFERENCE_LIMIT, share, float("nan"))
-            gl.store(along_ptr + at, gl.convert_layout(along, R) * share, mask=there)
             found *= _column(share * c * _LN_2, found)
             _flag(flags + pair * gl.cdiv(queries, _M), found, row, queries, c)
             tma.store_wait(0)
@@ -205,14 +201,14 @@ def _consumer(
 _NUMBERS = ("queries", "keys", "low", "high", "heads", "ratio", "blocks", "pairs", "together", "items", "choices")
 _POINTERS = (
     "scale_ptr", "first_ptr", "stop_ptr", "max_ptr", "peak_ptr", "share_ptr", "pull_ptr", "pivot_ptr",
-    "flow_ptr", "along_ptr", "flags", "counter",
+    "flow_ptr", "flags", "counter",
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_POINTERS)
 def _kernel(
     q_desc, k_desc, v_desc, g_desc, o_desc, scale_ptr, first_ptr, stop_ptr, max_ptr, peak_ptr, share_ptr, pull_ptr,
-    pivot_ptr, flow_ptr, along_ptr, flags, counter,
+    pivot_ptr, flow_ptr, flags, counter,
     queries, keys, low, high, heads, ratio, blocks, pairs, together, items, choices,
     ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, OTHERS: gl.constexpr, BOUNDED: gl.constexpr, GRADIENT: gl.constexpr,
@@ -229,7 +225,7 @@ def _kernel(
     common = (scale_ptr, limits, sizes, shape, choices, buffers, barriers)
     inputs = (q_desc, k_desc, v_desc, g_desc, g_tiles, k_desc)
     rows_in = (max_ptr, peak_ptr, share_ptr, pull_ptr, pivot_ptr)
-    results = (o_desc, o_tiles, flow_ptr, along_ptr, flags)
+    results = (o_desc, o_tiles, flow_ptr, flags)
     given = (common, post, rows_in, results, g_tiles)
     supply = (common, post, inputs, counter)
     if CONSUMERS == 2:
@@ -289,17 +285,8 @@ class Rows(NamedTuple):
     """Any number, near the mean of dP under the weights; without sinks the pull."""
 
 
-class Gradient(NamedTuple):
-    """What to fill of the gradient of q."""
-
-    to_q: Tensor
-    """As the copy engine writes it."""
-    along: Tensor
-    """⟨q, its gradient⟩ of each row, with the scale left out."""
-
-
-def run(call: Call, grad: Tensor, rows: Rows, gradient: Gradient | None, flow: Tensor | None, flags: Tensor) -> None:
-    """Fill the gradient of q, the gradient flow, or both.
+def run(call: Call, grad: Tensor, rows: Rows, to_q: Tensor | None, flow: Tensor | None, flags: Tensor) -> None:
+    """Fill the gradient of q, which the copy engine has to take, the gradient flow, or both.
 
     Where one of the flags, one per 64 query rows of each (batch, head), comes out as 1, the gradient has to be computed
     again by other means. They come as zeros, with one number more at their end, by which the kernel counts.
@@ -308,23 +295,21 @@ def run(call: Call, grad: Tensor, rows: Rows, gradient: Gradient | None, flow: T
     assert v is not None
     batch, heads, queries, head_dim = q.shape
     keys = k.shape[2]
-    choice = configuration(head_dim, gradient=gradient is not None)
+    choice = configuration(head_dim, gradient=to_q is not None)
     scale = call.scale.contiguous()
     limits = limits_of(call, flags)
     pairs, blocks = batch * heads, -(-queries // (choice.consumers * ROWS))
-    to_q, along = (q, rows.pull) if gradient is None else gradient
     with torch.cuda.device(q.device):
         q_desc = described(q, ROWS)
         arguments = (
             q_desc, described(k, choice.keys), described(v, choice.keys), described(grad, ROWS),
-            q_desc if gradient is None else described(to_q, ROWS), scale, limits.first, limits.stop, *rows,
-            rows.pull if flow is None else flow, along, flags, flags[-1:], queries, keys, limits.low, limits.high,
-            heads, call.group, blocks, pairs, together_in_cache(call), pairs * blocks,
-            scale_choices(scale) | limits.choices, choice.items, choice.consumers, head_dim, choice.keys, choice.stages,
-            choice.registers, choice.others, limits.bounded, gradient is not None, flow is not None,
-            call.sinks is not None,
+            q_desc if to_q is None else described(to_q, ROWS), scale, limits.first, limits.stop, *rows,
+            rows.pull if flow is None else flow, flags, flags[-1:], queries, keys, limits.low, limits.high, heads,
+            call.group, blocks, pairs, together_in_cache(call), pairs * blocks, scale_choices(scale) | limits.choices,
+            choice.items, choice.consumers, head_dim, choice.keys, choice.stages, choice.registers, choice.others,
+            limits.bounded, to_q is not None, flow is not None, call.sinks is not None,
         )  # fmt: skip
-        kind = (limits.bounded, limits.first.dtype, gradient is None, flow is None, call.sinks is None)
+        kind = (limits.bounded, limits.first.dtype, to_q is None, flow is None, call.sinks is None)
         form = (q.dtype, choice, head_dim, *kind, scale.dtype, q.device)
         programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
         launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=choice.launched)

@@ -208,11 +208,15 @@ def _gradients(
     marks = None
     if grad is not None and not extra:
         measured = flow if kind.measure and flow_too else None
-        marks = _by_hopper(call, grad, constants, ranges, counts, to_q, to_k, to_v, along, measured)
+        marks = _by_hopper(call, grad, constants, ranges, counts, to_q, to_k, to_v, measured)
     if marks is None:
         launch(to_queries_kernel, counts[0], (*for_queries, sizes, kind), **options)
         launch(to_keys_kernel, counts[1], (*for_keys, sizes, kind), **options)
         return
+    if kind.measure or call.number is None:
+        _dots(call, call.q, to_q, along)
+        # Where the scale is 0, the blocks are marked.
+        along /= call.scale.to(call.wide)[..., None]
     sizes = _form.sizes_for(call, blocks, plain=False)
     kernels = marked_to_queries_kernel, marked_to_keys_kernel
     for kernel, given, mark, count in zip(kernels, (for_queries, for_keys), marks, counts, strict=True):
@@ -238,7 +242,6 @@ def _by_hopper(
     to_q: Tensor,
     to_k: Tensor,
     to_v: Tensor,
-    along: Tensor,
     flow: Tensor | None,
 ) -> list[Tensor] | None:
     """The gradients and the flow of a plain call, with marks for blocks of 64 queries or keys that are not right.
@@ -252,6 +255,6 @@ def _by_hopper(
     # Each has a number more, by which the kernel counts.
     marks = [torch.zeros(count + 1, dtype=torch.int32, device=grad.device) for count in counts]
     rows = for_queries.Rows(constants.max_logit, constants.peak, constants.share, constants.pull, constants.pivot)
-    for_queries.run(call, grad, rows, for_queries.Gradient(to_q, along), flow, marks[0])
+    for_queries.run(call, grad, rows, to_q, flow, marks[0])
     for_keys.run(call, grad, rows, ranges, to_k, to_v, marks[1])
     return marks
