@@ -34,35 +34,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .._operator import COUNTS
-from ._hopper_scribe import (
-    _LARGEST,
-    _MOVED,
-    _NORM,
-    _OPENING,
-    _REFERENCE,
-    _SINKS,
-    _SINKS_PER_BATCH,
-    _SINKS_PER_HEAD,
-    _SQUARES,
-    _TILTED,
-    _TOTAL,
-    _TURNED,
-    _desk,
-    _keep,
-    _scribe,
-)
+from ._hopper_read import _reader
+from ._hopper_scribe import _NORM, _SINKS, _SINKS_PER_BATCH, _SINKS_PER_HEAD, _TURNED, _desk, _keep, _leave, _scribe
 from ._hopper_supply import (
     _DTYPES,
     _M,
     ROWS,
     Configuration,
     _advance,
+    _begin,
     _bounds,
     _give,
     _log2,
     _next,
     _of_head,
-    _pass,
     _producer,
     _rings,
     _there,
@@ -90,42 +75,10 @@ _LEVELS = dict(zip(FIELDS, (0, 1, 1, 2, 2, 2, 2, 3, 3, 1, 3, 0, 0, 2), strict=Tr
 
 
 @gluon.jit
-def _begin(
-    item, tiles, left, stage, phase, q_slot, q_phase, turn_phase, common, turns,
-    who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
-    """Let tiles go by that are left of the item before, and start QKᵀ of the first of this one."""
-    _, _, _, shape, _, buffers, barriers = common
-    q_tiles, k_tiles, _ = buffers
-    q_full, _, k_full, _v_full, _empty = barriers
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
-    if BOUNDED:
-        skipped = left + gl.where(item < shape[5], tiles[1] - tiles[3], 0)
-        stage, phase, turn_phase = _pass(
-            skipped, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True, TURNS
-        )
-    mbarrier.wait(q_full.index(q_slot * CONSUMERS + who), q_phase)
-    q = q_tiles.index(q_slot * CONSUMERS + who).reshape([_M, D])
-    q_slot, q_phase = _advance(q_slot, q_phase, ITEMS)
-    zero = gl.zeros([_M, N], gl.float32, S)
-    mbarrier.wait(k_full.index(stage), phase)
-    if TURNS:
-        mbarrier.wait(turns.index(who), turn_phase)
-        turn_phase ^= 1
-    k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    if TURNS:
-        mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-    return s, stage, phase, q_slot, q_phase, turn_phase
-
-
-@gluon.jit
 def _consumer(
     given,
     who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, LEVEL: gl.constexpr, TABLE: gl.constexpr,
-    WIDE: gl.constexpr,
+    STAGES: gl.constexpr, BOUNDED: gl.constexpr, LEVEL: gl.constexpr, TABLE: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     common, post, turns, desk, results = given
     _, limits, sizes, shape, choices, buffers, barriers = common
@@ -147,12 +100,11 @@ def _consumer(
     ADD: gl.constexpr = LEVEL >= 3 and not TABLE
     # In turn, whoever has fewer tiles of an item waits for the others. Where bounds make them differ that costs more
     # than it gains, but for what needs sums over the weights and no more.
-    TURNS: gl.constexpr = VALUES and not (BOUNDED and (LEVEL == 0 or LEVEL >= 3))
+    TURNS: gl.constexpr = not (BOUNDED and (LEVEL == 0 or LEVEL >= 3))
     # Whether the next rows of Q come to where these are, and so no later than can be.
     SOON: gl.constexpr = ITEMS == 1 and not TABLE
     zero = gl.zeros([_M, N], gl.float32, S)
     nothing = gl.zeros_like(_own_sum(zero))
-    L: gl.constexpr = nothing.type.layout
     slot = 0
     mail_phase = 0
     stage = 0
@@ -165,7 +117,7 @@ def _consumer(
     item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, keys, N, BOUNDED, False)
     s, stage, phase, q_slot, q_phase, turn_phase = _begin(
         item, tiles, 0, stage, phase, q_slot, q_phase, turn_phase, common, turns,
-        who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, TURNS,
+        who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, True, TURNS,
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
     while item < items:
@@ -205,12 +157,11 @@ def _consumer(
                 turn_phase ^= 1
             k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
             s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-            if VALUES:
-                mbarrier.wait(v_full.index(v_stage), v_phase)
-                o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
-                if TURNS:
-                    mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
-            s = warpgroup_mma_wait(1 if VALUES else 0, deps=(s,))
+            mbarrier.wait(v_full.index(v_stage), v_phase)
+            o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
+            s = warpgroup_mma_wait(1, deps=(s,))
             if SOON and step == high - low - 1:
                 mbarrier.arrive(q_empty.index(of_item))
             tile = high - 1 - step
@@ -234,8 +185,7 @@ def _consumer(
                     s, reference = _look(s, tile * N, (first, width), reference, c)
                 weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, False, False)
                 p = gl.convert_layout(weights, P)
-            if VALUES:
-                o = warpgroup_mma_wait(0, deps=(o,))
+            o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(empty.index(stage))
             v_stage = stage
             v_phase = phase
@@ -260,26 +210,13 @@ def _consumer(
             turned, middle = _turned(x, q, mean_ptr + unit * D, D, N)
             _keep(pile, _TURNED, who, turned)
             _keep(pile, _TURNED + 1, who, middle)
-        elif VALUES:
+        else:
             mbarrier.wait(v_full.index(v_stage), v_phase)
             o = warpgroup_mma(p, v_tiles.index(v_stage).reshape([N, D]), o, is_async=True)
         # While the last product is under way: what is left to the scribe, and the next letter.
-        total, tilted, squares, largest, moved, spread = sums
-        of_rows = gl.expand_dims(gl.convert_layout(reference, gl.SliceLayout(1, L)), 1)
-        _keep(pile, _TOTAL, who, total)
-        _keep(pile, _REFERENCE, who, nothing + of_rows)
-        if LEVEL >= 1:
-            _keep(pile, _LARGEST, who, largest.to(gl.float32, bitcast=True))
-        if LEVEL >= 2:
-            _keep(pile, _TILTED, who, tilted)
-            _keep(pile, _SQUARES, who, squares)
-        if LEVEL >= 3:
-            _keep(pile, _OPENING, who, opening.to(gl.float32, bitcast=True))
-        if ADD:
-            _keep(pile, _MOVED, who, moved)
-            _keep(pile, _MOVED + 1, who, spread)
+        _leave(pile, who, sums, reference, opening, LEVEL, ADD)
         item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, keys, N, BOUNDED, False)
-        if VALUES and BOUNDED:
+        if BOUNDED:
             # Before tiles go by: they say that the place of the last V is free.
             o = warpgroup_mma_wait(0, deps=(o,))
         table_stage = stage
@@ -289,42 +226,38 @@ def _consumer(
             mbarrier.arrive(q_empty.index(of_item))
         next_s, stage, phase, q_slot, q_phase, turn_phase = _begin(
             item, tiles, low - lowest, stage, phase, q_slot, q_phase, turn_phase, common, turns,
-            who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, TURNS,
+            who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, True, TURNS,
         )  # fmt: skip
 
-        if VALUES and not BOUNDED:
+        if not BOUNDED:
             o = warpgroup_mma_wait(1, deps=(o,))
         if TABLE:
             mbarrier.arrive(empty.index(table_stage))
-        if VALUES:
-            total = gl.convert_layout(gl.sum(total, axis=1), R)
-            share = 1.0 / total
-            if (choices & _SINKS) > 0:
-                sink = _of_head(sinks_ptr, batch, head, heads, choices, _SINKS_PER_BATCH, _SINKS_PER_HEAD)
-                share *= 1.0 / (1.0 + gl.exp2(sink - reference - _log2(total)))
-            o = o * _column(share, o)
-            if BOUNDED and blank > 0:
-                o = gl.where(_column(width > 0, o), o, 0.0)
-            norm = _own_sum(o * o)
-            if LEVEL >= 2:
-                # Squares of very small numbers are 0.
-                lost = gl.convert_layout(_own_bits(o.to(gl.int32, bitcast=True)) & 0x7FFFFFFF, norm.type.layout) > 0
-                norm = gl.where((norm < 2.0**-110) & lost, float("inf"), norm)
-            _keep(pile, _NORM, who, norm)
-            mbarrier.arrive(pile_full.index(who))
-            if WIDE:
-                wide_rows = row + gl.arange(0, _M, gl.SliceLayout(1, A))
-                start = wide_ptr + batch * o_desc.strides[0] + head * o_desc.strides[1]
-                places = gl.expand_dims(wide_rows.to(gl.int64) * o_desc.strides[2], 1)
-                places += gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, A)), 0)
-                gl.store(start + places, o, mask=gl.expand_dims(_there(wide_rows, queries), 1))
-            tma.store_wait(0)
-            _give(o.to(DTYPE), o_desc, batch, head, gl.where(row < 0, queries, row), o_tiles.index(who))
-        else:
-            mbarrier.arrive(pile_full.index(who))
-        s = warpgroup_mma_wait(0, deps=(next_s,))
-    if VALUES:
+        total = gl.convert_layout(gl.sum(sums[0], axis=1), R)
+        share = 1.0 / total
+        if (choices & _SINKS) > 0:
+            sink = _of_head(sinks_ptr, batch, head, heads, choices, _SINKS_PER_BATCH, _SINKS_PER_HEAD)
+            share *= 1.0 / (1.0 + gl.exp2(sink - reference - _log2(total)))
+        o = o * _column(share, o)
+        if BOUNDED and blank > 0:
+            o = gl.where(_column(width > 0, o), o, 0.0)
+        norm = _own_sum(o * o)
+        if LEVEL >= 2:
+            # Squares of very small numbers are 0.
+            lost = gl.convert_layout(_own_bits(o.to(gl.int32, bitcast=True)) & 0x7FFFFFFF, norm.type.layout) > 0
+            norm = gl.where((norm < 2.0**-110) & lost, float("inf"), norm)
+        _keep(pile, _NORM, who, norm)
+        mbarrier.arrive(pile_full.index(who))
+        if WIDE:
+            wide_rows = row + gl.arange(0, _M, gl.SliceLayout(1, A))
+            start = wide_ptr + batch * o_desc.strides[0] + head * o_desc.strides[1]
+            places = gl.expand_dims(wide_rows.to(gl.int64) * o_desc.strides[2], 1)
+            places += gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, A)), 0)
+            gl.store(start + places, o, mask=gl.expand_dims(_there(wide_rows, queries), 1))
         tma.store_wait(0)
+        _give(o.to(DTYPE), o_desc, batch, head, gl.where(row < 0, queries, row), o_tiles.index(who))
+        s = warpgroup_mma_wait(0, deps=(next_s,))
+    tma.store_wait(0)
 
 
 _NUMBERS = (
@@ -372,11 +305,22 @@ def _kernel(
     supply = (common, post, inputs, counter)
     asked = (common, post, desk, fields, counts, flags, sinks_ptr)
     # A variable would make tensors of the constants.
-    if CONSUMERS == 2:
+    if not VALUES:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
-                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
+                (_reader, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL)),
+                (_reader, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL)),
+                (_scribe, (asked, ITEMS, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
+                (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
+            ],
+            [4, 2, 1],
+            [REGISTERS, OTHERS, OTHERS],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL, TABLE, WIDE)),
+                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL, TABLE, WIDE)),
                 (_scribe, (asked, ITEMS, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
                 (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
             ],
@@ -386,9 +330,9 @@ def _kernel(
     else:
         gl.warp_specialize(
             [
-                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
-                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
-                (_consumer, (given, 2, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, LEVEL, TABLE, WIDE)),
+                (_consumer, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL, TABLE, WIDE)),
+                (_consumer, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL, TABLE, WIDE)),
+                (_consumer, (given, 2, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL, TABLE, WIDE)),
                 (_scribe, (asked, ITEMS, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
                 (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
             ],
@@ -404,14 +348,10 @@ MANY_KEYS = 3072
 def configuration(head_dim: int, level: int, keys: int, *, bounded: bool, values: bool) -> Configuration:
     """What measured best."""
     if not values:
-        # Whose products are short beside the softmax: while one block waits, the other goes on.
-        if not bounded:
-            # With bounds three consumers have too few registers.
-            stages = 2 if head_dim == 128 else 4
-            return Configuration(resident=2, items=1, consumers=3, keys=64, stages=stages, registers=72, others=40)
-        if head_dim == 128:
-            return Configuration(resident=2, items=1, consumers=2, keys=64, stages=3, registers=104, others=32)
-        return Configuration(resident=2, items=2, consumers=2, keys=64, stages=6, registers=104, others=32)
+        # While one block waits, the other goes on.
+        stages = 3 if head_dim == 128 else 6
+        items = 1 if head_dim == 128 else 2
+        return Configuration(resident=2, items=items, consumers=2, keys=64, stages=stages, registers=104, others=32)
     if head_dim == 128:
         if level == 3 and bounded and keys < MANY_KEYS:
             # A first tile, which takes longer than the others, and which few follow.

@@ -102,6 +102,26 @@ def _keep(pile, part: gl.constexpr, who, x):
 
 
 @gluon.jit
+def _leave(pile, who, sums, reference, opening, LEVEL: gl.constexpr, ADD: gl.constexpr):
+    """Leave the sums of an item's rows, their references and the scores of their first keys."""
+    total, tilted, squares, largest, moved, spread = sums
+    L: gl.constexpr = total.type.layout
+    of_rows = gl.expand_dims(gl.convert_layout(reference, gl.SliceLayout(1, L)), 1)
+    _keep(pile, _TOTAL, who, total)
+    _keep(pile, _REFERENCE, who, gl.zeros_like(total) + of_rows)
+    if LEVEL >= 1:
+        _keep(pile, _LARGEST, who, largest.to(gl.float32, bitcast=True))
+    if LEVEL >= 2:
+        _keep(pile, _TILTED, who, tilted)
+        _keep(pile, _SQUARES, who, squares)
+    if LEVEL >= 3:
+        _keep(pile, _OPENING, who, opening.to(gl.float32, bitcast=True))
+    if ADD:
+        _keep(pile, _MOVED, who, moved)
+        _keep(pile, _MOVED + 1, who, spread)
+
+
+@gluon.jit
 def _part(pile, part: gl.constexpr, who):
     """What a consumer left of each row, added up."""
     return gl.sum(pile[part].index(who).load(_DESK), axis=1)

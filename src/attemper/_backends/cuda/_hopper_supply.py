@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ._ready import strides_of
@@ -382,6 +382,37 @@ def _pass(
             mbarrier.wait(v_full.index(stage), phase)
         stage, phase = _advance(stage, phase, STAGES)
     return stage, phase, turn_phase
+
+
+@gluon.jit
+def _begin(
+    item, tiles, left, stage, phase, q_slot, q_phase, turn_phase, common, turns,
+    who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    STAGES: gl.constexpr, BOUNDED: gl.constexpr, VALUES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Let tiles go by that are left of the item before, and start QKᵀ of the first of this one."""
+    _, _, _, shape, _, buffers, barriers = common
+    q_tiles, k_tiles, _ = buffers
+    q_full, _, k_full, _v_full, _empty = barriers
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    if BOUNDED:
+        skipped = left + gl.where(item < shape[5], tiles[1] - tiles[3], 0)
+        stage, phase, turn_phase = _pass(
+            skipped, stage, phase, turn_phase, barriers, turns, who, CONSUMERS, STAGES, VALUES, True, TURNS
+        )
+    mbarrier.wait(q_full.index(q_slot * CONSUMERS + who), q_phase)
+    q = q_tiles.index(q_slot * CONSUMERS + who).reshape([_M, D])
+    q_slot, q_phase = _advance(q_slot, q_phase, ITEMS)
+    zero = gl.zeros([_M, N], gl.float32, S)
+    mbarrier.wait(k_full.index(stage), phase)
+    if TURNS:
+        mbarrier.wait(turns.index(who), turn_phase)
+        turn_phase ^= 1
+    k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index((who + 1) % CONSUMERS))
+    return s, stage, phase, q_slot, q_phase, turn_phase
 
 
 @gluon.jit
