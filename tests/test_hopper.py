@@ -196,6 +196,25 @@ def test_tiles_that_nobody_reads(hopper, head_dim):
             Found(hopper, call, fields).agree(call)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("keys", [64, 65, 128, 190, 192, 250, 256, 300, 384])
+def test_read_of_any_number_of_tiles(hopper, keys, head_dim):
+    """The first and the last are by themselves, the others go in pairs, and one that is left over does not."""
+    call = call_for(three(130, keys, head_dim)[:2])
+    Found(hopper, call).agree(call)
+
+
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("more", range(0, 192, 32))
+def test_read_of_pairs_between_ends(hopper, more, level):
+    """Tiles that all rows see, in pairs or not, with others above and below them."""
+    window = (400 + more, 230)
+    call = call_for(three(200, 1300, heads=1)[:2], window=window, query_offset=torch.tensor([560]))
+    Found(hopper, call, LEVELS[level]).agree(call)
+    call = call_for(three(200, 600 + more, heads=1)[:2], is_causal=True, query_offset="bottom-right")
+    Found(hopper, call, LEVELS[level]).agree(call)
+
+
 def test_packed_sequences(hopper):
     call = call_for(three(300, 300), cu_seqlens=[0, 60, 60, 188, 300], is_causal=True)
     Found(hopper, call).agree(call)

@@ -117,8 +117,12 @@ def _reader(
             mbarrier.arrive(q_empty.index(of_item))
         if LEVEL >= 3:
             opening = _opening(s)
-        s, reference = _look(s, tile * N, (first, width), reference, c)
-        _weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, True)
+        hidden = single == 0
+        if BOUNDED:
+            hidden = hidden | (tile < free_low) | (tile >= free_high)
+        if hidden:
+            s, reference = _look(s, tile * N, (first, width), reference, c)
+        _weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, BOUNDED)
         mbarrier.wait(pile_empty.index(who), pile_phase)
         pile_phase ^= 1
         _leave(pile, who, sums, reference, opening, LEVEL, ADD)
