@@ -142,9 +142,31 @@ def test_tiles_that_the_copy_engine_brings(case, stats, head_dim, monkeypatch):
     found, right = triton_attend(*operands, **options, stats=stats), attend(*wide(operands), **options, backend="torch")
     assert kinds[0].copied
     assert kinds[0].merged == (stats == "all" if head_dim == 64 else stats != "all" and case != "full")
+    assert kinds[0].late == (stats == "all" and head_dim == 128)
     torch.testing.assert_close(found.output.double(), right.output, rtol=2e-2, atol=2e-2)
     if stats != "none":
         fields_agree(replace(found.reading, output_norm=None), right.reading)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"window": (90, 2)}, {"is_causal": True, "query_offset": -70}]
+)
+@pytest.mark.parametrize("worst", [math.nan, math.inf])
+def test_a_value_whose_weights_come_first(worst, options, monkeypatch):
+    """Values that are multiplied a tile late reach the rows that see them, and no others."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(_launch, "_copy_engine", lambda device: True)
+    monkeypatch.setattr(_launch, "splits_for", lambda *given: 1)
+    monkeypatch.setattr(_form, "gluon", lambda name: None)
+    q, k, v = three(300, 300, 128, dtype=torch.bfloat16)
+    for key in (3, 70, 250):
+        v[0, key % 2, key] = worst
+    found, right = triton_attend(q, k, v, **options), attend(*wide((q, k, v)), **options, backend="reference")
+    assert right.output.isfinite().all(-1).any()
+    assert not right.output.isfinite().all()
+    torch.testing.assert_close(found.output.double(), right.output, rtol=2e-2, atol=2e-2, equal_nan=True)
+    fields_agree(replace(found.reading, output_norm=None), right.reading)
 
 
 @pytest.mark.parametrize(("head_dim", "stats"), [(64, "all"), (128, "none")])

@@ -909,6 +909,22 @@ def test_rows_that_do_not_see_a_nan_have_the_gradients_they_would_have(place, ro
 
 
 @roads
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_value_reaches_the_rows_that_see_it_as_what_it_is(poison, road, small_tiles):
+    clean, _ = call("no mask", laden=False)
+    dirty = {name: x.detach().clone() for name, x in clean.items()}
+    dirty["v"][..., 2, 0] = poison  # the third query sees it
+    output, expected = (ran(road, leaves, {"is_causal": True}).output for leaves in (dirty, clean))
+    agree(output[..., :2, :], expected[..., :2, :])
+    agree(output[..., 1:], expected[..., 1:])
+    agree(output[..., 2, 0], torch.full_like(output[..., 2, 0], poison))
+    dirty["v"][..., 1, 0] = -poison
+    output = ran(road, dirty, {"is_causal": True}).output
+    assert output[..., 2, 0].isnan().all()
+    agree(output[..., 1, 0], torch.full_like(output[..., 1, 0], -poison))
+
+
+@roads
 def test_rows_that_see_nothing_have_no_gradient(road, small_tiles):
     leaves, _ = call("no mask", laden=True)
     shown = SHOWN & (torch.arange(3) > 0)[:, None]

@@ -168,7 +168,8 @@ def _drop(problem: Problem, weights: Tensor) -> Tensor:
 
 def _mix(weights: Tensor, visible: Tensor, v: Tensor) -> Tensor:
     """weights·v, in which a NaN or infinite value reaches the rows that see its key and no other."""
-    sound = torch.isfinite(v)
-    met = torch.matmul(visible.to(v.dtype), (~sound).to(v.dtype)) > 0
-    # A factor rather than a choice, which would hide the NaN from the gradients.
-    return torch.matmul(weights, torch.where(sound, v, 0)) * torch.where(met, math.nan, 1)
+    of_kind = torch.cat((v == math.inf, v == -math.inf, v.isnan()), -1).to(v.dtype)
+    met = torch.matmul(visible.to(v.dtype), of_kind) > 0
+    # The weights of each kind times a factor rather than a choice, which would hide from the gradients what is met.
+    up, down, lost = (torch.matmul(weights, of_kind) * torch.where(met, math.inf, 0)).chunk(3, -1)
+    return torch.matmul(weights, torch.where(torch.isfinite(v), v, 0)) + up - down + (lost - lost)

@@ -330,29 +330,46 @@ def weigh(apart, sums, dtype: tl.constexpr, kind: tl.constexpr, END: tl.constexp
 
 
 @triton.jit
+def add_values(
+    weighted, power, start, v, v_copy, k_head, rows, sizes, kind: tl.constexpr, END: tl.constexpr
+):  # fmt: skip
+    """Add the values of a tile, times their weights."""
+    values = tile_of(
+        v, v_copy, start, rows, k_head, sizes.keys, sizes.value_depth, kind.keys, kind.value_depth, kind.copied, END
+    )
+    return product(power.to(v.data.dtype.element_ty), values, weighted, kind)
+
+
+@triton.jit
 def add_tile(
-    sums, weighted, reference, start, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes, kind: tl.constexpr,
-    END: tl.constexpr,
+    sums, weighted, power, reference, start, behind, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes,
+    kind: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of one tile: rows see all of it, or it is an END.
 
-    A sum that overflows marks the block. Nothing is ever rescaled, also because accumulators that are touched between
-    products make the compiler wait for each product.
+    Its weights come back too; if values go in `late`, it is those of the tile `behind` that are added, whose weights
+    are given. A sum that overflows marks the block. Nothing is ever rescaled, also because accumulators that are
+    touched between products make the compiler wait for each product.
     """
     BM: tl.constexpr = kind.rows
     BN: tl.constexpr = kind.keys
     own = tile_of(k, k_copy, start, rows, k_head, sizes.keys, sizes.depth, BN, kind.depth, kind.copied, END)
     scores = product(q, own.T, tl.zeros([BM, BN], tl.float32), kind)
+    if kind.late:
+        weighted = add_values(weighted, power, behind, v, v_copy, k_head, rows, sizes, kind, END)
     apart = scores * of_rows(factor, kind.stacked) - reference[:, None]
     if END:
         apart = tl.where(seen_of_tile(start, rows, BN, kind.opens), apart, HIDDEN)
-    power, sums = weigh(apart, sums, own.dtype, kind, END)
-    if kind.valued:
-        values = tile_of(
-            v, v_copy, start, rows, k_head, sizes.keys, sizes.value_depth, BN, kind.value_depth, kind.copied, END
-        )
-        weighted = product(power, values, weighted, kind)
-    return sums, weighted
+    power, sums = weigh(apart, sums, power.dtype, kind, END)
+    if kind.valued and not kind.late:
+        weighted = add_values(weighted, power, start, v, v_copy, k_head, rows, sizes, kind, END)
+    return sums, weighted, power
+
+
+@triton.jit
+def start_of_end(i, before, least, end, BN: tl.constexpr):
+    """Of the tiles that not all rows see: so many `before` the others, and those after."""
+    return tl.where(i < before, least + i * BN, end + (i - before) * BN)
 
 
 @triton.jit
@@ -388,10 +405,7 @@ def add_any_tile(
             apart = tl.where(seen_of_tile(start, rows, BN, kind.opens), apart, HIDDEN)
         power, sums = weigh(apart, sums, own.dtype, kind, False)
     if kind.valued:
-        values = tile_of(
-            v, v_copy, start, rows, k_head, sizes.keys, sizes.value_depth, BN, kind.value_depth, kind.copied, True
-        )
-        weighted = product(power, values, weighted, kind)
+        weighted = add_values(weighted, power, start, v, v_copy, k_head, rows, sizes, kind, True)
     return sums, weighted, reference, opening
 
 
@@ -655,17 +669,24 @@ def forward_kernel(
         else:
             before = tl.cdiv(inner - least, BN)
             ends = before + tl.cdiv(tl.maximum(most - end, 0), BN)
+            # In 32 bits as far as the next product, so that pairs of them need not be taken apart and put together.
+            power = tl.zeros([BM, BN], tl.float32 if kind.late else k.data.dtype.element_ty)
             for i in tl.range(0, ends):
-                start = tl.where(i < before, least + i * BN, end + (i - before) * BN)
-                sums, weighted = add_tile(
-                    sums, weighted, reference, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes,
-                    kind, True,
+                sums, weighted, power = add_tile(
+                    sums, weighted, power, reference, start_of_end(i, before, least, end, BN),
+                    start_of_end(tl.maximum(i - 1, 0), before, least, end, BN),
+                    own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, True,
                 )  # fmt: skip
+            # Where nothing is behind the weights are 0.
+            behind = tl.where(ends > 0, start_of_end(ends - 1, before, least, end, BN), least)
             for start in tl.range(inner, end, BN):
-                sums, weighted = add_tile(
-                    sums, weighted, reference, start, own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes,
-                    kind, False,
+                sums, weighted, power = add_tile(
+                    sums, weighted, power, reference, start, tl.where(start == inner, behind, start - BN),
+                    own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, False,
                 )  # fmt: skip
+            if kind.late:
+                behind = tl.where(inner < end, end - BN, behind)
+                weighted = add_values(weighted, power, behind, v, v_copy, k_head, rows, sizes, kind, True)
         state, keep = close(sums, weighted, reference, opening, visible(rows, least, most), kind)
         if kind.measure >= MOMENTS and not kind.summed and not kind.opens:
             state = opened(state, own, k, k_head, rows, known.factor, sizes)

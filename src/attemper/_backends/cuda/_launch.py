@@ -45,15 +45,24 @@ def tiling(call: Call, depth: int, rows: int) -> Tiling:
     return Tiling(128, 64, 8, 3 if room >= 140 * 1024 else 2)
 
 
-def copied_tiling(tile: Tiling, depth: int, *, moments: bool, bounded: bool) -> tuple[Tiling, bool]:
-    """The same where the copy engine brings them, and whether one loop takes all tiles: what measured best."""
+class Copied(NamedTuple):
+    """The same where the copy engine brings tiles."""
+
+    tile: Tiling
+    merged: bool = False
+    late: bool = False
+
+
+def copied_tiling(tile: Tiling, depth: int, *, moments: bool, bounded: bool) -> Copied:
+    """What measured best."""
     if depth <= 64:
         # Four blocks share a processor, and lose less beside the ends of what rows see.
-        return (Tiling(64, 64, 4, 2, 128), True) if moments else (tile, False)
+        return Copied(Tiling(64, 64, 4, 2, 128), merged=True) if moments else Copied(tile)
     if moments:
-        return tile, False
+        # One block has a processor to itself: nobody else multiplies while it weighs.
+        return Copied(tile, late=True)
     # Two blocks share a processor.
-    return (Tiling(tile.rows, 32, 8, 4, 128), True) if bounded else (Tiling(tile.rows, 64, 4, 2), False)
+    return Copied(Tiling(tile.rows, 32, 8, 4, 128), merged=True) if bounded else Copied(Tiling(tile.rows, 64, 4, 2))
 
 
 @cache
@@ -167,10 +176,10 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
     copies: tuple[Any, ...] = (call.scale,) * 4
     copied = splits == 1 and stack == 1 and _copies(call, output, tile)
     summed = splits == 1 and _summed(call, found, _moments.PORTABLE_SUMMED_KEYS)
-    merged = False
+    merged = late = False
     if copied:
         moments = measure >= 2 and not summed
-        tile, merged = copied_tiling(tile, max(deep, value_deep), moments=moments, bounded=call.bounded)
+        tile, merged, late = copied_tiling(tile, max(deep, value_deep), moments=moments, bounded=call.bounded)
         blocks = triton.cdiv(queries, tile.rows)
         programs = batch * heads * blocks
         of_rows = [_described(call.q if x is None else x, tile.rows) for x in (call.q, output)]
@@ -187,6 +196,7 @@ def _portable(call: Call, measure: int, output: Tensor | None, wide: Tensor | No
         summed=summed,
         copied=copied,
         merged=merged,
+        late=late and call.v is not None,
         step=32 if tile.keys > 64 else tile.keys,
         across=max(1, min(16 * tile.warps // tile.rows, tile.keys // 8)),
         shared=splits == 1 and _share_a_key(call, tile.rows),

@@ -67,6 +67,8 @@ class Kind(NamedTuple):
     """Whether every row that sees a key sees the first."""
     merged: bool = False
     """Whether one loop takes tiles at an end, tiles that all rows see and, where it `opens`, the reference."""
+    late: bool = False
+    """Whether the values of a tile are multiplied while the next is weighed, and not while nothing else is done."""
 
 
 class Sizes(NamedTuple):
