@@ -58,11 +58,11 @@ from ._hopper_supply import (
     together_in_cache,
 )
 from ._hopper_tile import _NO_REFERENCE, _column, _first, _look, _opening, _own_bits, _own_sum, _turned, _weigh
+from ._moments import KeySums, all_seen
 from ._ready import copyable, launch
 
 if TYPE_CHECKING:
     from .._operator import Call
-    from ._moments import KeySums
 
 FIELDS = (
     "logsumexp", "max_logit", "largest_weight", "expected_score", "entropy", "collision", "output_norm", "score_mean",
@@ -308,8 +308,8 @@ def _kernel(
     if not VALUES:
         gl.warp_specialize(
             [
-                (_reader, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL)),
-                (_reader, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL)),
+                (_reader, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL, TABLE)),
+                (_reader, (given, 1, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL, TABLE)),
                 (_scribe, (asked, ITEMS, CONSUMERS, N, BOUNDED, VALUES, LEVEL, TABLE)),
                 (_producer, (supply, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, VALUES, False, TABLE)),
             ],
@@ -384,6 +384,12 @@ def takes(call: Call) -> bool:
     )
 
 
+def takes_sums(call: Call) -> bool:
+    """Whether it makes the moments of a call from sums over keys itself."""
+    # For deeper heads without values there are too few registers.
+    return all_seen(call) and (call.v is not None or call.q.shape[3] == 64)
+
+
 def forward(
     call: Call,
     output: Tensor | None,
@@ -397,8 +403,8 @@ def forward(
     Where a flag is 1, all else of these rows has to be computed again by other means. `fields` has names of FIELDS,
     each (batch, heads, queries). `wide` is laid out as the output. Without values there is no output. The flags come as
     zeros, with one number more at their end, by which the kernel counts. "first_key_weight" can be among the fields
-    where all rows begin at the first key. Where there are sums over keys, for a call with values of which all rows see
-    all keys, the moments of scores come from them.
+    where all rows begin at the first key. Where there are sums over keys, for a call of several tiles that it
+    `takes_sums` of, the moments of scores come from them.
     """
     q, k, v = call.q, call.k, call.v
     if output is not None and not (copyable(output) and (wide is None or wide.stride() == output.stride())):

@@ -12,24 +12,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ._hopper_scribe import _leave
+from ._hopper_scribe import _TURNED, _keep, _leave
 from ._hopper_supply import _M, _advance, _begin, _bounds, _next
-from ._hopper_tile import _NO_REFERENCE, _look, _opening, _own_sum, _weigh
+from ._hopper_tile import _NO_REFERENCE, _look, _opening, _own_sum, _turned, _weigh
 
 
 @gluon.jit
 def _multiply(
-    q, stage, phase, buffers, barriers, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr
+    q, s, stage, phase, buffers, barriers, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    MORE: gl.constexpr = False,
 ):  # fmt: skip
-    """Start QKᵀ of the next tile, and give the place of the one before it back."""
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    """Start QKᵀ of the next tile, with MORE on top of what is there, and give the place of the one before it back."""
     _, k_tiles, _ = buffers
     _q_full, _q_empty, k_full, _v_full, empty = barriers
     done = stage
     stage, phase = _advance(stage, phase, STAGES)
     mbarrier.wait(k_full.index(stage), phase)
     k = k_tiles.index(stage).reshape([N, D]).permute((1, 0))
-    s = warpgroup_mma(q, k, gl.zeros([_M, N], gl.float32, S), use_acc=False, is_async=True)
+    s = warpgroup_mma(q, k, s, use_acc=MORE, is_async=True)
     mbarrier.arrive(empty.index(done))
     return s, stage, phase
 
@@ -38,22 +38,26 @@ def _multiply(
 def _reader(
     given,
     who: gl.constexpr, ITEMS: gl.constexpr, CONSUMERS: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    STAGES: gl.constexpr, BOUNDED: gl.constexpr, LEVEL: gl.constexpr,
+    STAGES: gl.constexpr, BOUNDED: gl.constexpr, LEVEL: gl.constexpr, TABLE: gl.constexpr,
 ):  # fmt: skip
-    common, post, turns, desk, _results = given
+    common, post, turns, desk, results = given
+    mean_ptr = results[4]
     _, limits, sizes, shape, choices, buffers, barriers = common
     pile, pile_full, pile_empty = desk
     keys = sizes[1]
+    heads = shape[0]
+    ratio = shape[1]
     items = shape[5]
     q_tiles, _k_tiles, _ = buffers
     _q_full, q_empty, _k_full, _v_full, empty = barriers
     DTYPE: gl.constexpr = q_tiles.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     R: gl.constexpr = gl.SliceLayout(1, S)
-    ADD: gl.constexpr = LEVEL >= 3
+    ADD: gl.constexpr = LEVEL >= 3 and not TABLE
     # Tiles above those that all rows see, these, and tiles below; under no bounds there are none below.
     PARTS: gl.constexpr = 2 if BOUNDED else 1
-    nothing = gl.zeros_like(_own_sum(gl.zeros([_M, N], gl.float32, S)))
+    zero = gl.zeros([_M, N], gl.float32, S)
+    nothing = gl.zeros_like(_own_sum(zero))
     slot = 0
     mail_phase = 0
     stage = 0
@@ -62,14 +66,14 @@ def _reader(
     q_phase = 0
     pile_phase = 1
     item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, keys, N, BOUNDED, False)
-    s, stage, phase, q_slot, q_phase, _turn = _begin(
+    s, stage, phase, q_slot, q_phase, _turn_phase = _begin(
         item, tiles, 0, stage, phase, q_slot, q_phase, 0, common, turns,
         who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, False, False,
     )  # fmt: skip
     s = warpgroup_mma_wait(0, deps=(s,))
     while item < items:
         lowest, _highest, low, high, free_low, free_high, _stop, _blank = tiles
-        batch, _head, row = place
+        batch, head, row = place
         if BOUNDED:
             first, last = _bounds(limits, batch, row + gl.arange(0, _M, R), sizes, choices)
             width = last - first
@@ -96,38 +100,51 @@ def _reader(
         tile = high - 1
         for _part in range(PARTS):
             for _step in range(above):
-                coming, stage, phase = _multiply(q, stage, phase, buffers, barriers, N, D, STAGES)
+                coming, stage, phase = _multiply(q, zero, stage, phase, buffers, barriers, N, D, STAGES)
                 s, reference = _look(s, tile * N, (first, width), reference, c)
                 _weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, True)
                 s = warpgroup_mma_wait(0, deps=(coming,))
                 tile -= 1
             for _step in range(pairs):
-                coming, stage, phase = _multiply(q, stage, phase, buffers, barriers, N, D, STAGES)
+                coming, stage, phase = _multiply(q, zero, stage, phase, buffers, barriers, N, D, STAGES)
                 _weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, False)
                 coming = warpgroup_mma_wait(0, deps=(coming,))
-                s, stage, phase = _multiply(q, stage, phase, buffers, barriers, N, D, STAGES)
+                s, stage, phase = _multiply(q, zero, stage, phase, buffers, barriers, N, D, STAGES)
                 _weights, sums = _weigh(coming, reference, c, sums, DTYPE, LEVEL, ADD, False)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 tile -= 2
             above = below
             pairs = 0
+        if TABLE:
+            # Its two tiles follow those of K, of which there are several. There are bounds for no row.
+            x, stage, phase = _multiply(q, zero, stage, phase, buffers, barriers, N, D, STAGES)
+            opening = _opening(s)
+            _weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, False)
+            x = warpgroup_mma_wait(0, deps=(x,))
+            x, stage, phase = _multiply(q, x, stage, phase, buffers, barriers, N, D, STAGES, True)
+            x = warpgroup_mma_wait(0, deps=(x,))
+            turned, middle = _turned(x, q, mean_ptr + (batch * (heads // ratio) + head // ratio) * D, D, N)
         mbarrier.arrive(empty.index(stage))
         stage, phase = _advance(stage, phase, STAGES)
         if ITEMS == 1:
             mbarrier.arrive(q_empty.index(of_item))
-        if LEVEL >= 3:
-            opening = _opening(s)
-        hidden = single == 0
-        if BOUNDED:
-            hidden = hidden | (tile < free_low) | (tile >= free_high)
-        if hidden:
-            s, reference = _look(s, tile * N, (first, width), reference, c)
-        _weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, BOUNDED)
+        if not TABLE:
+            if LEVEL >= 3:
+                opening = _opening(s)
+            hidden = single == 0
+            if BOUNDED:
+                hidden = hidden | (tile < free_low) | (tile >= free_high)
+            if hidden:
+                s, reference = _look(s, tile * N, (first, width), reference, c)
+            _weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, BOUNDED)
         mbarrier.wait(pile_empty.index(who), pile_phase)
         pile_phase ^= 1
         _leave(pile, who, sums, reference, opening, LEVEL, ADD)
+        if TABLE:
+            _keep(pile, _TURNED, who, turned)
+            _keep(pile, _TURNED + 1, who, middle)
         item, tiles, place, c, slot, mail_phase = _next(slot, mail_phase, post, who, keys, N, BOUNDED, False)
-        s, stage, phase, q_slot, q_phase, _turn = _begin(
+        s, stage, phase, q_slot, q_phase, _turn_phase = _begin(
             item, tiles, low - lowest, stage, phase, q_slot, q_phase, 0, common, turns,
             who, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, False, False,
         )  # fmt: skip

@@ -255,24 +255,30 @@ def _send(
 @gluon.jit
 def _send_table(
     batch, kv_head, stage, phase, inputs, buffers, barriers,
-    D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, N: gl.constexpr, STAGES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Copy a table to where a tile of K would be, and what there is no room for to where its V would be."""
+    """Copy a table to where a tile of K would be, and what there is no room for to where its V would be.
+
+    Or, where there are no values, to where the next tile of K would be.
+    """
     t_desc = inputs[5]
     _, k_tiles, v_tiles = buffers
     _, _, k_full, v_full, empty = barriers
-    mbarrier.wait(empty.index(stage), phase)
-    mbarrier.expect(k_full.index(stage), t_desc.block_type.nbytes)
-    _copy_in(t_desc, [batch, kv_head, 0, 0], k_full.index(stage), k_tiles.index(stage))
-    v_stage = stage
-    stage, phase = _advance(stage, phase, STAGES)
-    mbarrier.wait(empty.index(stage), phase)
-    if D == N:
-        mbarrier.expect(v_full.index(v_stage), t_desc.block_type.nbytes)
-        _copy_in(t_desc, [batch, kv_head, N, 0], v_full.index(v_stage), v_tiles.index(v_stage))
-    else:
-        # Nothing comes, but the phases of both barriers go together.
-        mbarrier.arrive(v_full.index(v_stage))
+    TILES: gl.constexpr = 1 if VALUES else 2 * D // N
+    for tile in gl.static_range(TILES):
+        mbarrier.wait(empty.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), t_desc.block_type.nbytes)
+        _copy_in(t_desc, [batch, kv_head, tile * N, 0], k_full.index(stage), k_tiles.index(stage))
+        v_stage = stage
+        stage, phase = _advance(stage, phase, STAGES)
+    if VALUES:
+        mbarrier.wait(empty.index(stage), phase)
+        if D == N:
+            mbarrier.expect(v_full.index(v_stage), t_desc.block_type.nbytes)
+            _copy_in(t_desc, [batch, kv_head, N, 0], v_full.index(v_stage), v_tiles.index(v_stage))
+        else:
+            # Nothing comes, but the phases of both barriers go together.
+            mbarrier.arrive(v_full.index(v_stage))
     return stage, phase
 
 
@@ -342,7 +348,9 @@ def _producer(
             )  # fmt: skip
         if TABLE:
             if item >= 0:
-                stage, phase = _send_table(batch, kv_head, stage, phase, inputs, buffers, barriers, D, N, STAGES)
+                stage, phase = _send_table(
+                    batch, kv_head, stage, phase, inputs, buffers, barriers, D, N, STAGES, VALUES
+                )
         item = coming
         lowest = next_lowest
         highest = next_highest

@@ -92,8 +92,8 @@ def forward(call: Call, stats: frozenset[str], *, apart: bool) -> tuple[Tensor |
             _portable(call, measure, output, wide, found)
             return output, found
         summed = _summed(call, found, _moments.SUMMED_KEYS)
-        # If all see all, the kernel takes them from there itself.
-        sums = _moments.sums_of(call) if summed and call.v is not None and _moments.all_seen(call) else None
+        # If all see all, the kernel mostly takes them from there itself.
+        sums = _moments.sums_of(call) if summed and hopper.takes_sums(call) else None
         summed = summed and sums is None
         opening = not summed and "first_key_weight" in found and not _begins_at_first_key(call)
         later = _moments.FIELDS if summed else {"first_key_weight"} if opening else ()
