@@ -13,6 +13,8 @@ The exponent has a fixed reference, per row the largest score of the first tile 
 is ever rescaled. Where that was a bad choice (a later score more than 60 powers of two above) and wherever a number is
 not finite, the 64 rows are flagged, and somebody else has to compute them again.
 
+Without values there is nothing to multiply but QKᵀ, and consumers do something else: see `_hopper_read`.
+
 Scores are counted in powers of two: x = s·scale·log₂e − reference, p = 2ˣ, and the statistics follow from Σp, Σp·x, Σp²
 and max p. The moments of the scores themselves follow from Σx and Σx², or from a table of sums over keys (see
 `_moments`), which comes as one tile more: qᵀ(Σ(k − k̄)(k − k̄)ᵀ)q begins like QKᵀ.
