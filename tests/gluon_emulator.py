@@ -1591,14 +1591,44 @@ class _AsCompiled(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node):
         if any("jit" in ast.unparse(x) for x in node.decorator_list):
-            node.body = [_Body().visit(statement) for statement in node.body]
+            body = _Body()
+            node.body = [body.visit(statement) for statement in node.body]
         return node
 
 
+def _constant(node):
+    """Whether the compiler knows what an expression is."""
+    names = (x.id for x in ast.walk(node) if isinstance(x, ast.Name))
+    parts = (ast.Constant, ast.Name, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop, ast.expr_context)
+    return all(isinstance(x, parts) for x in ast.walk(node)) and all(name.strip("_").isupper() for name in names)
+
+
 class _Body(ast.NodeTransformer):
+    def __init__(self):
+        self.known = set()
+        """Variables so far."""
+
     @staticmethod
     def _call(name, *arguments):
         return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
+
+    def visit_Name(self, node):
+        if isinstance(node.ctx, ast.Store):
+            self.known.add(node.id)
+        return node
+
+    def visit_For(self, node):
+        loops = (x for x in ast.walk(node) if isinstance(x, ast.For) and x is not node)
+        bounds = {x.id for loop in loops for x in ast.walk(loop.iter) if isinstance(x, ast.Name)} & self.known
+        for x in ast.walk(node):
+            if isinstance(x, ast.Assign) and _constant(x.value):
+                for target in ast.walk(x.targets[0]):
+                    if isinstance(target, ast.Name) and target.id in bounds:
+                        # It stays what it was before.
+                        raise GluonError(
+                            f"line {x.lineno}: Triton 3.6 forgets that a loop sets {target.id}, a bound, to a constant"
+                        )
+        return self.generic_visit(node)
 
     def visit_Assign(self, node):
         self.generic_visit(node)

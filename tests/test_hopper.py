@@ -856,6 +856,16 @@ class TestEmulator:
         with pytest.raises(GluonError, match="histogram is not emulated"):
             here.histogram(x, 4)
 
+    def test_what_the_compiler_forgets(self):
+        loops = "for i in range(count):\n        for j in range(left):\n            pass\n"
+        part = f"left = count\n    {loops}        left = {{}}"
+        kept = [part.format(x) for x in ("i", "count", "left - 1")]
+        for text in kept:
+            Emulator().execute(self.KERNEL.replace("BODY_HERE", text))
+        for text in ("0", "-_N + 1", "BODY"):
+            with pytest.raises(GluonError, match="forgets that a loop sets left"):
+                Emulator().execute(self.KERNEL.replace("BODY_HERE", part.format(text)))
+
     KERNEL = """
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

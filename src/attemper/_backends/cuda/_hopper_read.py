@@ -98,14 +98,15 @@ def _reader(
         above = gl.where(pairs > 0, high - clear_low - 2 * pairs, single)
         below = single - above - 2 * pairs
         tile = high - 1
-        for _part in range(PARTS):
-            for _step in range(above):
+        for part in range(PARTS):
+            # By its number: that a loop sets the bound of another to a constant, Triton 3.6 forgets.
+            for _step in range(gl.where(part == 0, above, below)):
                 coming, stage, phase = _multiply(q, zero, stage, phase, buffers, barriers, N, D, STAGES)
                 s, reference = _look(s, tile * N, (first, width), reference, c)
                 _weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, True)
                 s = warpgroup_mma_wait(0, deps=(coming,))
                 tile -= 1
-            for _step in range(pairs):
+            for _step in range(gl.where(part == 0, pairs, 0)):
                 coming, stage, phase = _multiply(q, zero, stage, phase, buffers, barriers, N, D, STAGES)
                 _weights, sums = _weigh(s, reference, c, sums, DTYPE, LEVEL, ADD, False)
                 coming = warpgroup_mma_wait(0, deps=(coming,))
@@ -113,8 +114,6 @@ def _reader(
                 _weights, sums = _weigh(coming, reference, c, sums, DTYPE, LEVEL, ADD, False)
                 s = warpgroup_mma_wait(0, deps=(s,))
                 tile -= 2
-            above = below
-            pairs = 0
         if TABLE:
             # Its two tiles follow those of K, of which there are several. There are bounds for no row.
             x, stage, phase = _multiply(q, zero, stage, phase, buffers, barriers, N, D, STAGES)
