@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo lab test test-cuda lint bench docs mutants clean
+.PHONY: demo lab test test-cuda test-ptx lint bench docs mutants clean
 .DELETE_ON_ERROR:
 
 # A check of a real model, healthy and broken; the reports are left here.
@@ -23,6 +23,12 @@ test: .venv/test.done .venv/demo.done
 # The kernels for CUDA, on a GPU; `make test` runs them in Triton's interpreter. To compile takes longest, so several at once.
 test-cuda:
 	$(PYTHON) -m pytest -p no:benchmark $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8") tests/test_gpu.py tests/test_cuda.py
+
+# The kernels for CUDA as another Triton compiles them (the one of the oldest torch that is supported), run on the CPU.
+TRITON ?= 3.6.0
+test-ptx: .venv/test.done
+	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=.venv/triton-$(TRITON) $(BIN)/python -m pytest -n auto tests/test_ptx.py
 
 lint: .venv/lint.done
 	$(BIN)/ruff format --check .
