@@ -32,6 +32,9 @@ from attemper._backends.cuda import (
 
 TARGET = GPUTarget("cuda", 90, 32)
 
+SHARED = {}
+"""Bytes of shared memory by the name of a kernel, the most that one took."""
+
 
 class _Compiled(Exception):  # noqa: N818
     """What the compiler made, on its way past the launch that follows."""
@@ -73,6 +76,7 @@ class Launches:
         if ptx not in self._kernels:
             self._kernels[ptx] = Kernel(ptx)
         translated = self._kernels[ptx]
+        SHARED[kernel.__name__] = max(compiled.metadata.shared, SHARED.get(kernel.__name__, 0))
         memory = Memory()
         boxes = list(compiled.metadata.tensordesc_meta or ())
         numbers = [

@@ -146,6 +146,10 @@ def test_tiles_that_the_copy_engine_brings(case, stats, head_dim, monkeypatch):
     torch.testing.assert_close(found.output.double(), right.output, rtol=2e-2, atol=2e-2)
     if stats != "none":
         fields_agree(replace(found.reading, output_norm=None), right.reading)
+    if stats == "all":
+        fields_agree(triton_read(*operands[:2], **options), right.reading)
+        assert kinds[2].copied
+        assert not kinds[2].late
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

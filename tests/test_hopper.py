@@ -227,6 +227,16 @@ def test_moments_from_a_table(hopper, head_dim, values, keys):
     Found(hopper, call, sums=_moments.sums_of(call)).agree(call)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_read_of_one_tile(hopper, head_dim):
+    """It is the first, from which references come, and the last."""
+    call = call_for(three(128, 300, head_dim)[:2], key_lengths=[64])
+    Found(hopper, call).agree(call)
+    first, stop = (torch.full((1, 128), n) for n in (64, 128))
+    call = call_for(three(128, 300, head_dim)[:2])._replace(first=first, stop=stop, band=None)
+    Found(hopper, call).agree(call)
+
+
 def test_packed_sequences(hopper):
     call = call_for(three(300, 300), cu_seqlens=[0, 60, 60, 188, 300], is_causal=True)
     Found(hopper, call).agree(call)
@@ -415,6 +425,17 @@ class TestMarks:
         assert found.flags[0].tolist() == [[0] * 4] * 2
         assert not found.output[0].any()
         assert (found.fields["logsumexp"][0] == -math.inf).all()
+
+    @pytest.mark.parametrize("power", [34, 35, 39])
+    @pytest.mark.parametrize(("key", "options"), [(190, {}), (100, {}), (10, {"query_offset": 191, "is_causal": True})])
+    @pytest.mark.parametrize("values", [False, True])
+    def test_a_score_far_below(self, hopper, key, options, power, values):
+        """is no hidden one, in whatever tile it is: where its square is no number, that is said."""
+        q, k, v = three(64, 192, heads=1)
+        q[..., 0], k[..., 0] = 0, 0
+        q[0, 0, 5], q[0, 0, 5, 0], k[0, 0, key, 0] = 0, 2.0**power, -(2.0**power)
+        found = Found(hopper, call_for((q, k, v)[: 2 + values], **options), ("score_mean", "score_std"))
+        assert found.flags.tolist() == [[[1]]]
 
     @pytest.mark.parametrize(("size", "marked"), [(3e4, 0), (6e4, 1)])
     def test_an_output_near_the_end_of_float16(self, hopper, size, marked):

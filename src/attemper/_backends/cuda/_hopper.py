@@ -308,6 +308,7 @@ def _kernel(
     asked = (common, post, desk, fields, counts, flags, sinks_ptr)
     # A variable would make tensors of the constants.
     if not VALUES:
+        gl.static_assert(CONSUMERS == 2)
         gl.warp_specialize(
             [
                 (_reader, (given, 0, ITEMS, CONSUMERS, D, N, STAGES, BOUNDED, LEVEL, TABLE)),

@@ -246,7 +246,7 @@ def _scribe(
                     spread -= moved * distance
                 variance = gl.maximum(spread, 0.0) / count
                 # Where the mean is too far from what the sums were taken about, digits are lost.
-                good &= distance * distance <= variance * _FAR_MEAN + 2.0**-12
+                good &= (distance * distance <= variance * _FAR_MEAN + 2.0**-12) & (variance < infinity)
                 gl.store(mean_ptr + at, gl.where(sees, score_mean * _LN_2, 0.0), mask=there & ((choices & 128) > 0))
                 score_std = gl.where(sees, gl.sqrt(variance) * _LN_2, 0.0)
                 gl.store(std_ptr + at, score_std, mask=there & ((choices & 256) > 0))

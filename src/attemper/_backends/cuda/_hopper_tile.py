@@ -13,8 +13,6 @@ _HIDDEN = gl.constexpr(-(2.0**100))
 """What stands for q·k of a key the row does not see: after scaling still far below all that pass as a reference."""
 _NO_REFERENCE = gl.constexpr(2.0**120)
 """Of a row that saw no key yet. Against it every score weighs 0, and so does Σp·x, which an infinity would spoil."""
-_UNSEEN = gl.constexpr(2.0**75)
-"""Below what is seen by more than that are scores of hidden keys, and of rows without a reference."""
 
 
 @gluon.jit
@@ -103,7 +101,7 @@ def _weigh(s, reference, c, sums, DTYPE: gl.constexpr, LEVEL: gl.constexpr, ADD:
         if ADD:
             seen = x
             if MASKED:
-                seen = gl.where(x > -_UNSEEN, x, 0.0)
+                seen = gl.where(s > _HIDDEN, x, 0.0)
             moved = _added(seen, moved)
             spread = _added(seen * seen, spread)
         total = _added(p, total)
