@@ -22,7 +22,7 @@ test: .venv/test.done .venv/demo.done
 
 # The kernels for CUDA, on a GPU; `make test` runs them in Triton's interpreter. To compile takes longest, so several at once.
 test-cuda:
-	$(PYTHON) -m pytest -p no:benchmark $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8") tests/test_gpu.py tests/test_cuda.py
+	$(PYTHON) -m pytest -p no:benchmark $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 16") tests/test_gpu.py tests/test_cuda.py
 
 # The kernels for CUDA as another Triton compiles them (the one of the oldest torch that is supported), run on the CPU.
 TRITON ?= 3.6.0

@@ -233,11 +233,27 @@ def test_decoding_splits_the_keys(batch):
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5)
 
 
-def test_read_says_what_attend_says():
-    q, k, v = (draw(2, 4, 500, 128) for _ in range(3))
-    one, other = read(q, k, is_causal=True), attend(q, k, v, is_causal=True).reading
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (700, 0)}])
+def test_read_with_all_of_the_gpu_at_it(head_dim, options, summed, monkeypatch):
+    """Right, and what attend says, item after item of each program."""
+    kinds = ((64, False), (64, True), (128, False), (128, True))
+    monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(kinds, 2 * (128 if summed else 1 << 30,)))
+    q, k, v = (draw(1, 32, 8000, head_dim) for _ in range(3))
+    k += 0.2 * draw(head_dim)
+    one, other = read(q, k, **options), attend(q, k, v, **options).reading
     for name in FIELDS:
-        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(getattr(one, name), getattr(other, name), rtol=1e-4, atol=2e-5)
+    rows = torch.tensor([0, 1, 63, 64, 511, 512, 600, 4097, 7999], device="cuda")
+    window = options.get("window", (None,))[0]
+    for head in (0, 17, 31):
+        _, fields = in_float64(q[0, head], k[0, head], v[0, head], rows, causal=bool(options), window=window)
+        for name, right in fields.items():
+            found = getattr(one, name)[0, head, rows].double()
+            torch.testing.assert_close(
+                found, right, rtol=1e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 class Attention(torch.nn.Module):
