@@ -9,6 +9,10 @@ cases. cuDNN is off, so that what is reported is about these kernels. `control` 
 one warp, or two, hand numbers to four others as the producer does its letters, one at a time, with a barrier both ways;
 then the same with a number from each thread of a warp. What racecheck reports of that is about Triton's way of starting
 warps and about what the tool can see.
+
+Take the newest compute-sanitizer there is (`pip install nvidia-cuda-sanitizer-api`): that of CUDA 13.0, 2025.3, reports
+races behind mbarriers that are none, says the list of what 2025.4, 2026.1 and 2026.3 mended. `--num-cuda-barriers 64`
+where it does not find out by itself how many there are.
 """
 
 import argparse
