@@ -144,6 +144,54 @@ class Kernel:
             elif found["text"].strip() and not found["text"].startswith(".pragma"):
                 self.code.append(Statement(found["text"], renamed))
 
+    @functools.cached_property
+    def joins(self):
+        """By piece, where lanes that part at its end are together again: its immediate postdominator."""
+        after = {}
+        for i, piece in enumerate(self.pieces):
+            last = piece[-1]
+            after[i] = [i + 1] if i + 1 < len(self.pieces) else []
+            if last.parts[0] in ("bra", "ret", "exit", "brx"):
+                after[i] = after[i] if last.predicate else []
+                if last.parts[0] == "bra":
+                    after[i] = [self.piece_of(last.operands[0]), *after[i]]
+                else:
+                    after[i] += (
+                        [self.piece_of(x) for x in self.targets[last.operands[1]]]
+                        if last.parts[0] == "brx"
+                        else [ENDED]
+                    )
+        before = {}
+        for i, pieces in after.items():
+            for x in pieces:
+                before.setdefault(x, []).append(i)
+        order, seen, stack = [], {ENDED}, [(ENDED, iter(before.get(ENDED, ())))]
+        while stack:
+            i, rest = stack[-1]
+            x = next((x for x in rest if x not in seen), None)
+            if x is None:
+                order.append(i)
+                stack.pop()
+            else:
+                seen.add(x)
+                stack.append((x, iter(before.get(x, ()))))
+        place = {x: i for i, x in enumerate(order)}
+        found, changed = {ENDED: ENDED}, True
+        while changed:
+            changed = False
+            for i in reversed(order[:-1]):
+                join = None
+                for x in (x for x in after[i] if x in found):
+                    while join is not None and join != x:
+                        if place[join] < place[x]:
+                            join = found[join]
+                        else:
+                            x = found[x]
+                    join = x
+                changed |= found.get(i) != join
+                found[i] = join
+        return found
+
     def piece_of(self, label):
         return self.piece_at[self.labels[label]]
 
@@ -365,8 +413,11 @@ class _Translation:
                 )
                 self._put(s, name, "pred", self._comparison(how, *halves, real=True))
             return
-        sources = [self._source(x, kind) for x in s.operands[1:]]
-        self._put(s, s.operands[0], "pred", self._comparison(how, *sources, real=kind == "f32"))
+        if kind in ("bf16", "f16"):
+            sources = [f"number_{kind}({self._source(x, 'b16')})" for x in s.operands[1:]]
+        else:
+            sources = [self._source(x, kind) for x in s.operands[1:]]
+        self._put(s, s.operands[0], "pred", self._comparison(how, *sources, real="f" in kind))
 
     @staticmethod
     def _comparison(how, left, right, *, real):
@@ -449,8 +500,9 @@ class _Translation:
     def _atom(self, s):
         if "add" not in s.parts:
             raise PTXError(f"not emulated: {s.text}")
-        into = self.kernel.registers[s.operands[0]][1]
-        self._call("add_to", into, self._address(s.operands[1]), self._source(s.operands[2], "u32"), self._lanes(s))
+        into, kind = self.kernel.registers[s.operands[0]][1], s.parts[-1]
+        address, value = self._address(s.operands[1]), self._source(s.operands[2], kind)
+        self._call("add_to", into, address, value, _NUMPY[kind], self._lanes(s))
 
     def _ldmatrix(self, s):
         self._call("ldmatrix", self._address(s.operands[1]), self._numbers(s.operands[0]), "m", "trans" in s.parts)
@@ -779,7 +831,7 @@ MOST_BARRIERS = 128
 
 
 class Warp:
-    """32 lanes; those that parted at a branch go on one group after the other, the least advanced first."""
+    """32 lanes; those that parted at a branch go one way after the other until all are where both ways meet."""
 
     def __init__(self, machine, index):
         self.machine, self.index = machine, index
@@ -791,7 +843,8 @@ class Warp:
         self.lane = LANES.astype(np.uint32)
         self.thread, self.zero = self.lane + np.uint32(32 * index), self.lane * np.uint32(0)
         self.program, self.programs = np.uint32(machine.program), np.uint32(machine.programs)
-        self.at, self.each = 0, None
+        self.ways = [[0, None, ALL]]
+        """Where lanes are, where they meet the others, and which they are; the last is who goes on."""
         self.ended, self.waits_for = False, None
         self.clock = np.zeros(machine.agents, np.int64)
         self.clock[index] = 1
@@ -804,35 +857,33 @@ class Warp:
     # Where it is
 
     def step(self):
-        piece = self.at if self.each is None else int(self.each.min())
+        piece, _, lanes = self.ways[-1]
         try:
-            self.machine.kernel.function(piece)(self, ALL if self.each is None else self.each == piece)
+            self.machine.kernel.function(piece)(self, lanes)
         except PTXError as error:
             text = "; ".join(s.text for s in self.machine.kernel.pieces[piece][:3])
             raise type(error)(f"{error} (program {self.machine.program}, warp {self.index}: {text[:300]})") from None
-        if self.each is not None and (self.each == self.each[0]).all():
-            self.at, self.each = int(self.each[0]), None
-        self.ended = self.each is None and self.at == ENDED
+        while len(self.ways) > 1 and self.ways[-1][0] == self.ways[-1][1]:
+            self.ways.pop()
+        self.ended = self.ways[-1][0] == ENDED
         if self.ended and (self.products or self.product_groups):
             raise RaceError("a program ends before its products are there")
 
     def go(self, piece, lanes):
-        if self.each is None:
-            self.at = piece
-        else:
-            self.each[lanes] = piece
+        self.ways[-1][0] = piece
 
     def branch(self, taken, target, other, lanes):
         taken = lanes & taken
         rest = lanes & ~taken
-        if self.each is None and taken.any() and rest.any():
-            self.each = np.full(32, self.at)
-        self.go(target if taken.any() else other, taken if taken.any() else rest)
-        if taken.any() and rest.any():
-            self.go(other, rest)
+        if not (taken.any() and rest.any()):
+            self.ways[-1][0] = target if taken.any() else other
+            return
+        join = self.machine.kernel.joins[self.ways[-1][0]]
+        self.ways[-1][0] = join
+        self.ways += [[other, join, rest], [target, join, taken]]
 
     def choose(self, number, targets, lanes):
-        self.go(targets[self._same(number)], lanes)
+        self.go(targets[self._same(np.broadcast_to(number, 32)[lanes])], lanes)
 
     def together(self, lanes):
         if not lanes.all():
@@ -854,7 +905,7 @@ class Warp:
             warps = self._same(threads) // 32
         there = self.machine.at_barriers.setdefault(number, [])
         there.append(self)
-        self.at = piece + 1
+        self.go(piece + 1, lanes)
         if len(there) < warps:
             self.waits_for = f"barrier {number} with {len(there)} of {warps} warps"
             return
@@ -946,11 +997,11 @@ class Warp:
             raise PTXError(f"an address that {size} does not divide")
         return self.machine.shared, places
 
-    def add_to(self, into, addresses, values, lanes):
+    def add_to(self, into, addresses, values, kind, lanes):
         for lane in np.flatnonzero(lanes):
             held, places = self.machine.memory.at(np.broadcast_to(addresses, 32), 4, lane == LANES)
-            place = held[int(places[lane]) : int(places[lane]) + 4].view(np.uint32)
-            self.R[into][lane] = place[0]
+            place = held[int(places[lane]) : int(places[lane]) + 4].view(kind)
+            self.R[into][lane] = place.view(np.uint32)[0]
             place += np.broadcast_to(values, 32)[lane]
 
     def _rows(self, addresses, i):

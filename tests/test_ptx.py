@@ -101,9 +101,15 @@ def forwards(head_dim, modules):
 def portables(head_dim, modules):
     modules._form.gluon = lambda name: None
     modules._launch.splits_for = lambda *given: 1
-    operands = draw(200, 330, head_dim)
+    q, k, v = draw(200, 330, head_dim)
     for stats, options in itertools.product(("all", "none"), ({}, {"is_causal": True}, {"window": (90, 30)})):
-        forward(*operands, stats=stats, **options)
+        forward(q, k, v, stats=stats, **options)
+    v[0, 0, 50], v[0, 1, 130] = torch.nan, torch.inf
+    options = {"is_causal": True}
+    found = attend(q, k, v, backend="cuda", **options).output
+    right = attend(q.double(), k.double(), v.double(), backend="reference", **options).output
+    torch.testing.assert_close(found.double(), right, rtol=2e-2, atol=2e-2, equal_nan=True)
+    assert 0 < right.isfinite().all(-1).sum() < 400
 
 
 def moments(head_dim, modules):
