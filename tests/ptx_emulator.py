@@ -1,7 +1,8 @@
 """Kernels as Triton compiles them for Hopper (PTX for sm_90a), run on the CPU: what the compiler made, not its speed.
 
-    kernel = Kernel(ptx)
-    Machine(kernel, shared_bytes, parameters, memory=Memory(tensors), program=0, programs=1, seed=0).run()
+    memory = Memory()
+    memory.add(tensor.data_ptr(), bytes_of_it)
+    Machine(Kernel(ptx), shared_bytes, parameters, memory=memory, program=0, programs=1, seed=0).run()
 
 What a GPU would not forgive raises a PTXError.
 
@@ -260,7 +261,9 @@ class _Translation:
         method = getattr(self, f"_{s.parts[0]}", None)
         if s.name.startswith(_NOTHING_TO_DO):
             return
-        if s.parts[0] in _PLAIN and s.parts[0] not in ("min", "max"):
+        if s.parts[0] in ("abs", "neg") and s.parts[-1] in ("bf16", "f16", "bf16x2", "f16x2"):
+            self._sign(s)
+        elif s.parts[0] in _PLAIN and s.parts[0] not in ("min", "max"):
             self._ufunc(s, _PLAIN[s.parts[0]] if s.parts[-1] != "pred" or s.parts[0] != "not" else "logical_not")
         elif s.parts[0] in _APPROXIMATE:
             self._put(s, s.operands[0], "f32", _APPROXIMATE[s.parts[0]].format(self._source(s.operands[1], "f32")))
@@ -273,6 +276,8 @@ class _Translation:
 
     def _array(self, name, kind):
         own, number = self.kernel.registers[name]
+        if "f" in kind and kind != "f32":
+            raise PTXError(f"numbers of kind {kind} are not emulated")
         bits = own if own == "pred" else own[1:]
         return f"{_ARRAYS.get(kind, _ARRAYS[bits]) if kind[1:] == bits else _ARRAYS[bits]}[{number}]"
 
@@ -352,6 +357,13 @@ class _Translation:
         return self._put(s, s.operands[0], kind, f"np.maximum(np.{function}({', '.join(sources)}), 0)")
 
     _max = _min
+
+    def _sign(self, s):
+        """Of one half or two."""
+        kind, bits = ("b32", 0x80008000) if s.parts[-1].endswith("x2") else ("b16", 0x8000)
+        sign = self._constant((np.uint32 if kind == "b32" else np.uint16)(bits))
+        value = self._source(s.operands[1], kind)
+        self._put(s, s.operands[0], kind, f"{value} & ~{sign}" if s.parts[0] == "abs" else f"{value} ^ {sign}")
 
     def _mul(self, s):
         kind = s.parts[-1]
