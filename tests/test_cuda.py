@@ -205,6 +205,18 @@ def test_scores_far_from_0_in_one_loop(head_dim, stats, monkeypatch):
     torch.testing.assert_close(found.output.double(), right.output, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (50, None)}])
+def test_deviations_of_rows_with_one_score_far_above(options):
+    """In 32 bits: sums of squares about that score would lose digits, though too few for the block to be marked."""
+    q, k, v = three(100, 100)
+    q[..., 0], k[..., 0] = 4, 0
+    k[:, :, 3, 0] = 2000
+    found = triton_attend(q, k, v, **options).reading.score_std.double()
+    right = attend(*wide((q, k, v)), **options, backend="reference").reading.score_std
+    assert right.max() > 100
+    torch.testing.assert_close(found, right, rtol=3e-7, atol=1e-6)
+
+
 class TestReady:
     """Kernels that were launched before are launched without Triton's help."""
 

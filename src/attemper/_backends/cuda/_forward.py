@@ -301,16 +301,16 @@ def largest(x, kind: tl.constexpr):
 
 
 @triton.jit
-def weigh(apart, sums, dtype: tl.constexpr, kind: tl.constexpr, END: tl.constexpr):
-    """The weights of a tile, and the sums with theirs.
+def weigh(apart, middle, sums, dtype: tl.constexpr, kind: tl.constexpr, END: tl.constexpr, FINE: tl.constexpr):
+    """The weights of a tile, and the sums with theirs; the moments about the `middle`, which is 0 if not FINE.
 
     Some columns at a time: the compiler keeps to the order, fills the time that exponentials take with sums, and needs
     fewer registers.
     """
     if apart.shape[1] > kind.step:
         left, right = apart.reshape([apart.shape[0], 2, apart.shape[1] // 2]).permute(0, 2, 1).split()
-        left, sums = weigh(left, sums, dtype, kind, END)
-        right, sums = weigh(right, sums, dtype, kind, END)
+        left, sums = weigh(left, middle, sums, dtype, kind, END, FINE)
+        right, sums = weigh(right, middle, sums, dtype, kind, END, FINE)
         return tl.join(left, right).permute(0, 2, 1).reshape(apart.shape), sums
     else:
         power = tl.exp2(apart)
@@ -322,10 +322,13 @@ def weigh(apart, sums, dtype: tl.constexpr, kind: tl.constexpr, END: tl.constexp
             squares += added(power * power, kind)
             tilt += added(power * apart, kind)
         if kind.measure >= MOMENTS and not kind.summed:
+            off = apart
+            if FINE:
+                off = apart - middle[:, None]
             if END:
-                apart = tl.where(apart == HIDDEN, 0.0, apart)
-            moved += added(apart, kind)
-            spread += added(apart * apart, kind)
+                off = tl.where(apart == HIDDEN, 0.0, off)
+            moved += added(off, kind)
+            spread += added(off * off, kind)
         return power.to(dtype), Sums(total, tilt, squares, moved, spread, highest)
 
 
@@ -342,7 +345,7 @@ def add_values(
 
 @triton.jit
 def add_tile(
-    sums, weighted, power, reference, start, behind, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes,
+    sums, weighted, power, reference, middle, start, behind, q, k, v, k_copy, v_copy, k_head, rows, factor, sizes,
     kind: tl.constexpr, END: tl.constexpr,
 ):  # fmt: skip
     """Add the keys of one tile: rows see all of it, or it is an END.
@@ -360,7 +363,8 @@ def add_tile(
     apart = scores * of_rows(factor, kind.stacked) - reference[:, None]
     if END:
         apart = tl.where(seen_of_tile(start, rows, BN, kind.opens), apart, HIDDEN)
-    power, sums = weigh(apart, sums, power.dtype, kind, END)
+    FINE: tl.constexpr = k.data.dtype.element_ty == tl.float32
+    power, sums = weigh(apart, middle, sums, power.dtype, kind, END, FINE)
     if kind.valued and not kind.late:
         weighted = add_values(weighted, power, start, v, v_copy, k_head, rows, sizes, kind, END)
     return sums, weighted, power
@@ -395,15 +399,15 @@ def add_any_tile(
             apart -= reference[:, None]
     if kind.measure >= MOMENTS and not kind.summed:
         if (start >= inner) & (start < end):
-            power, sums = weigh(apart, sums, tl.float32, kind, False)
+            power, sums = weigh(apart, reference, sums, tl.float32, kind, False, False)
         else:
             apart = tl.where(seen_of_tile(start, rows, BN, kind.opens), apart, HIDDEN)
-            power, sums = weigh(apart, sums, tl.float32, kind, True)
+            power, sums = weigh(apart, reference, sums, tl.float32, kind, True, False)
         power = power.to(own.dtype)
     else:
         if (start < inner) | (start >= end):
             apart = tl.where(seen_of_tile(start, rows, BN, kind.opens), apart, HIDDEN)
-        power, sums = weigh(apart, sums, own.dtype, kind, False)
+        power, sums = weigh(apart, reference, sums, own.dtype, kind, False, False)
     if kind.valued:
         weighted = add_values(weighted, power, start, v, v_copy, k_head, rows, sizes, kind, True)
     return sums, weighted, reference, opening
@@ -431,7 +435,7 @@ def opened(state, own, k, k_head, rows, factor, sizes):
 
 
 @triton.jit
-def close(sums, weighted, reference, opening, count, kind: tl.constexpr):
+def close(sums, weighted, reference, middle, opening, count, kind: tl.constexpr, FINE: tl.constexpr):
     """The State of so many keys, of which there were sums about a reference.
 
     And what its outputs are yet to be scaled by, but if it is of one split.
@@ -451,7 +455,10 @@ def close(sums, weighted, reference, opening, count, kind: tl.constexpr):
         # of their deviations.
         moved = tl.sum(sums.moved, 1)
         move = moved / tl.maximum(count, 1.0)
-        mean = tl.where(seen, reference + move, 0.0)
+        mean = reference + move
+        if FINE:
+            mean += middle
+        mean = tl.where(seen, mean, 0.0)
         spread = tl.sum(sums.spread, 1) - moved * move
         spread = tl.where(spread < 0, 0.0, spread)
     if kind.valued and kind.split:
@@ -658,6 +665,12 @@ def forward_kernel(
                     )  # fmt: skip
             count = visible(rows, tl.maximum(at, least), tl.minimum(until, most))
             reference = reference_of(top, total, count, kind)
+        middle = reference
+        FINE: tl.constexpr = k.data.dtype.element_ty == tl.float32
+        if FINE:
+            # How far from it the mean of that tile is: about this less cancels of what the moments are made of, and
+            # 32 bits show it.
+            middle = total / tl.maximum(count, 1.0) - reference
         zero = tl.zeros([BM, 4 * kind.across], tl.float32)
         sums, weighted = Sums(zero, zero, zero, zero, zero, zero - float("inf")), state.weighted
         if kind.merged:
@@ -673,7 +686,7 @@ def forward_kernel(
             power = tl.zeros([BM, BN], tl.float32 if kind.late else k.data.dtype.element_ty)
             for i in tl.range(0, ends):
                 sums, weighted, power = add_tile(
-                    sums, weighted, power, reference, start_of_end(i, before, least, end, BN),
+                    sums, weighted, power, reference, middle, start_of_end(i, before, least, end, BN),
                     start_of_end(tl.maximum(i - 1, 0), before, least, end, BN),
                     own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, True,
                 )  # fmt: skip
@@ -681,13 +694,13 @@ def forward_kernel(
             behind = tl.where(ends > 0, start_of_end(ends - 1, before, least, end, BN), least)
             for start in tl.range(inner, end, BN):
                 sums, weighted, power = add_tile(
-                    sums, weighted, power, reference, start, tl.where(start == inner, behind, start - BN),
+                    sums, weighted, power, reference, middle, start, tl.where(start == inner, behind, start - BN),
                     own, k, v, k_copy, v_copy, k_head, rows, known.factor, sizes, kind, False,
                 )  # fmt: skip
             if kind.late:
                 behind = tl.where(inner < end, end - BN, behind)
                 weighted = add_values(weighted, power, behind, v, v_copy, k_head, rows, sizes, kind, True)
-        state, keep = close(sums, weighted, reference, opening, visible(rows, least, most), kind)
+        state, keep = close(sums, weighted, reference, middle, opening, visible(rows, least, most), kind, FINE)
         if kind.measure >= MOMENTS and not kind.summed and not kind.opens:
             state = opened(state, own, k, k_head, rows, known.factor, sizes)
     if kind.split:
