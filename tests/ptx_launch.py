@@ -1,13 +1,9 @@
 """Kernels of `attemper` on CPU tensors: compiled for Hopper by the Triton that is installed, and run by `ptx_emulator`.
 
-To be imported before the kernels are, and where TRITON_INTERPRET is not set.
+In a process in which TRITON_INTERPRET is not set: Triton asks when kernels are defined.
 """
 
 from __future__ import annotations
-
-import os
-
-os.environ.pop("TRITON_INTERPRET", None)
 
 from contextlib import nullcontext
 
