@@ -52,8 +52,6 @@ class Launches:
 
     def __init__(self):
         self.seed = 0
-        self.edit = None
-        """(name of a kernel, its PTX) to PTX: to see a fault found."""
         self.names = []
         """Of the kernels that ran."""
         self._kernels, self._compile = {}, triton.compiler.compile
@@ -67,8 +65,6 @@ class Launches:
         except _Compiled as found:
             source, compiled = found.args
         ptx = compiled.asm["ptx"]
-        if self.edit is not None:
-            ptx = self.edit(kernel.__name__, ptx)
         if ptx not in self._kernels:
             self._kernels[ptx] = Kernel(ptx)
         translated = self._kernels[ptx]
