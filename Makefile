@@ -19,15 +19,16 @@ test: export OPENBLAS_NUM_THREADS = 1
 test: export OMP_NUM_THREADS = 1
 test: .venv/test.done .venv/demo.done
 	$(BIN)/python -m pytest -n auto
+	TRITON_INTERPRET=0 $(BIN)/python -m pytest -n auto tests/compiled
 
-# The kernels for CUDA, on a GPU; `make test` runs them in Triton's interpreter. To compile takes longest, so several at once.
+# The kernels for CUDA, on a GPU; `make test` interprets them, and runs what the compiler makes of them on the CPU. To compile takes longest, so several at once.
 test-cuda:
 	$(PYTHON) -m pytest -p no:benchmark $$($(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 16") tests/test_gpu.py tests/test_cuda.py
 
-# The kernels for CUDA as another Triton compiles them (the one of the oldest torch that is supported), run on the CPU.
+# Those kernels as another Triton compiles them (the one of the oldest torch that is supported), likewise on the CPU.
 TRITON ?= 3.6.0
 test-ptx: .venv/test.done .venv/triton-$(TRITON)
-	PYTHONPATH=.venv/triton-$(TRITON) $(BIN)/python -m pytest -n auto tests/test_ptx.py
+	TRITON_INTERPRET=0 PYTHONPATH=.venv/triton-$(TRITON) $(BIN)/python -m pytest -n auto tests/compiled
 
 lint: .venv/lint.done
 	$(BIN)/ruff format --check .

@@ -40,6 +40,14 @@ def look_once_through_the_language():
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     look_once_through_the_language()
 
+# What runs kernels as they are compiled needs a process in which Triton does not interpret.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "0" else ["compiled"]
+
+
+def pytest_report_header():
+    return "not here: tests/compiled, which takes TRITON_INTERPRET=0" if collect_ignore else None
+
+
 settings.register_profile("attemper", derandomize=True, deadline=None, max_examples=60)
 settings.load_profile("attemper")
 

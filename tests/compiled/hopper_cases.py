@@ -100,3 +100,13 @@ def registers_add_up(choice):
     assert choice.resident * warpgroups * 128 * start <= 65536
     assert warpgroups * start - (choice.consumers - 1) * choice.registers - choice.others == choice.registers
     assert all(number % 8 == 0 for number in (start, choice.registers, choice.others))
+
+
+def near(name, found, right, digits):
+    """As near as so many digits of the largest, and nearer than zeros would be."""
+    found, right = found.double(), right.double()
+    there = right.isfinite()
+    assert (found.isfinite() == there).all(), name
+    if there.any() and right[there].any():
+        size = right[there].abs().max()
+        assert (found - right)[there].abs().max() <= digits * size, name

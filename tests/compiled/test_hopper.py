@@ -1,9 +1,6 @@
-"""The kernels for Hopper, emulated: what they compute, what they mark, and that nobody reads what is not there yet."""
+"""The kernels for Hopper, compiled and run on the CPU: what they compute and mark, and that nobody reads too early."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,15 +8,12 @@ import torch
 from attemper import attend, read
 
 pytest.importorskip("triton.experimental.gluon")
-from gluon_emulator import DeadlockError, Emulator, GluonError, RaceError
-from gluon_emulator import gl as here
 from hopper_cases import call_for, close, draw, in_float64, registers_add_up, three
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from ptx_launch import Emulator
 
 from attemper._attend import gradient_flow_beside
 from attemper._backends._operator import COUNTS, empty_output
-from attemper._backends.cuda import _cudnn, _form, _launch, _moments
+from attemper._backends.cuda import _cudnn, _launch, _moments
 
 FIELDS = (
     "logsumexp",
@@ -53,7 +47,7 @@ def emulator(request):
 
 @pytest.fixture
 def hopper(emulator):
-    return emulator.load("attemper._backends.cuda._hopper")
+    return emulator.load("_hopper")
 
 
 class Found:
@@ -215,11 +209,12 @@ def test_read_of_pairs_between_ends(hopper, more, level):
     Found(hopper, call, LEVELS[level]).agree(call)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="sums over keys are interpreted on a CPU")
 @pytest.mark.parametrize(("head_dim", "values"), [(64, False), (64, True), (128, True)])
 @pytest.mark.parametrize("keys", [150, 300, 512])
-def test_moments_from_a_table(hopper, head_dim, values, keys):
+def test_moments_from_a_table(emulator, head_dim, values, keys, monkeypatch):
     """Without a block being marked, which is how they would be right after all."""
+    emulator.pretend(monkeypatch)
+    hopper = emulator.load("_hopper")
     q, k, v = three(200, keys, head_dim, heads=4, kv_heads=2, batch=2)
     k = k + torch.linspace(-1, 1, head_dim).to(k.dtype)
     call = call_for((q, k, v)[: 2 + values], enable_gqa=True)
@@ -280,9 +275,9 @@ def test_more_heads_than_the_cache_holds(hopper, together, monkeypatch):
 def test_more_and_fewer_processors_than_items(processors):
     emulator = Emulator(processors=processors)
     call = call_for(three(450, 200, heads=2))
-    Found(emulator.load("attemper._backends.cuda._hopper"), call).agree(call)
+    Found(emulator.load("_hopper"), call).agree(call)
     # Three consumers: 192 rows are an item.
-    assert [programs for _, programs, _ in emulator.launches] == [min(processors, 6)]
+    assert [programs for _, programs in emulator.launches] == [min(processors, 6)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -291,7 +286,7 @@ def test_many_orders_of_events(causal):
     call = call_for(three(330, 700, heads=1), is_causal=causal, query_offset=300)
     results = []
     for seed in range(8):
-        hopper = Emulator(seed=seed, processors=2).load("attemper._backends.cuda._hopper")
+        hopper = Emulator(seed=seed, processors=2).load("_hopper")
         results.append(Found(hopper, call))
     results[0].agree(call)
     for other in results[1:]:
@@ -511,15 +506,14 @@ def test_what_it_takes(hopper):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels around it are interpreted on a CPU")
 class TestAttend:
     """From end to end, with the kernels that compute marked rows again and the weights of first keys that differ."""
 
     @pytest.fixture(autouse=True)
     def emulated(self, emulator, monkeypatch):
-        monkeypatch.setattr(_form, "gluon", lambda name: emulator.load(f"attemper._backends.cuda.{name}"))
+        emulator.pretend(monkeypatch)
         yield
-        assert {name for name, _, _ in emulator.launches} == {"_kernel"}
+        assert "_kernel" in dict(emulator.launches)
 
     def compare(self, operands, options):
         found = attend(*operands, backend="cuda", **options)
@@ -561,20 +555,16 @@ class TestAttend:
     @pytest.mark.parametrize("shift", [0.0, 100.0])
     @pytest.mark.parametrize("head_dim", [64, 128])
     @pytest.mark.parametrize("causal", [False, True])
-    def test_moments_from_sums_over_keys(self, causal, head_dim, shift, monkeypatch):
+    def test_moments_from_sums_over_keys(self, emulator, causal, head_dim, shift, monkeypatch):
         """Of several chunks; where these sums lose digits, they are not taken."""
         monkeypatch.setattr(_moments, "SUMMED_KEYS", dict.fromkeys(((64, causal), (128, causal)), (128, 128)))
         monkeypatch.setattr(_moments, "LEAST_KEYS", 128)
-        launched = []
-        launch = _moments.launch
-        monkeypatch.setattr(
-            _moments, "launch", lambda *given, **more: launched.append(given[0]) or launch(*given, **more)
-        )
         q, k, v = three(400, 400, head_dim)
         self.compare((q, k + shift, v), {"is_causal": causal, "scale": 0.1})
         # Once for a call with values and once for one without, which mostly need no kernel more if all see all.
-        assert launched.count(_moments.before_kernel) == 2
-        assert launched.count(_moments.moments_kernel) == (2 if causal else 1 if head_dim == 128 else 0)
+        launched = [name for name, _ in emulator.launches]
+        assert launched.count("before_kernel") == 2
+        assert launched.count("moments_kernel") == (2 if causal else 1 if head_dim == 128 else 0)
 
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_tables_of_grouped_heads(self, head_dim, monkeypatch):
@@ -612,7 +602,7 @@ class TestAttend:
             output, reading = attend(*leaves, is_causal=True, backend=backend, stats=("gradient_flow", "pressure"))
             output.backward(grad.to(dtype))
             found.append([x.double() for x in (*(x.grad for x in leaves), reading.pressure, reading.gradient_flow)])
-        assert len(emulator.launches) == 3
+        assert len(emulator.of_hopper) == 3
         for one, other in zip(*found, strict=True):
             there = other.isfinite()
             assert there.double().mean() > 0.9
@@ -629,300 +619,7 @@ class TestAttend:
             output, reading = attend(*given, is_causal=True)
             flow = gradient_flow_beside(*given, output, grad.to(dtype), reading, is_causal=True)
             flows.append(flow.double())
-        assert len(emulator.launches) == 2
+        assert len(emulator.of_hopper) == 2
         there = flows[1].isfinite()
         assert there.double().mean() > 0.9
         close(flows[0][there], flows[1][there], rtol=5e-2, atol=5e-3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-COMPILE = """
-import contextlib
-import torch
-from triton._C.libtriton import ir
-from triton._utils import canonicalize_dtype
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from attemper._backends._operator import call_of
-from attemper._backends._operator import COUNTS
-from attemper._backends.cuda import _hopper, _hopper_to_keys, _hopper_to_queries
-from attemper._problem import pose
-
-target = GPUTarget("cuda", 90, 32)
-backend = make_backend(target)
-
-def type_of(x):
-    if isinstance(x, torch.Tensor):
-        return "*" + canonicalize_dtype(x.dtype)
-    return x.__mangle__() if hasattr(x, "__mangle__") else "i32"
-
-def launch(kernel, programs, arguments, *, form, **options):
-    types, constants = {}, {}
-    for i, (parameter, x) in enumerate(zip(kernel.params, arguments, strict=True)):
-        types[parameter.name] = "constexpr" if parameter.is_constexpr else type_of(x)
-        if parameter.is_constexpr:
-            constants[i,] = x
-    options = backend.parse_options(options)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    made = GluonASTSource(kernel, types, constants, {}).make_ir(
-        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-    )
-    assert made.verify()
-    print("compiled")
-
-for module in (_hopper, _hopper_to_queries, _hopper_to_keys):
-    module.launch = launch
-    module.processors = lambda device: 1
-torch.cuda.device = lambda device: contextlib.nullcontext()
-rows = torch.zeros(1, 1, 256)
-
-for head_dim, causal, values, names in (
-    (128, True, True, _hopper.FIELDS),
-    (128, True, True, _hopper.FIELDS[:3]),
-    (64, False, True, ()),
-    (64, True, False, _hopper.FIELDS[:3]),
-    (64, False, True, _hopper.FIELDS),
-    (128, False, False, _hopper.FIELDS),
-):
-    q = torch.zeros(1, 1, 256, head_dim, dtype=torch.bfloat16)
-    problem = pose(q, q, q if values else None, is_causal=causal)
-    call = call_of(problem, problem.batch, banded=True)
-    fields = {name: rows.long() if name in COUNTS else rows for name in names if values or name != "output_norm"}
-    _hopper.forward(call, torch.zeros_like(q) if values else None, None, fields, torch.zeros(5, dtype=torch.int32))
-    if values:
-        of_rows = _hopper_to_queries.Rows(rows, rows, rows, rows, rows)
-        for gradient, flow in ((None, rows), (q, rows), (q, None)):
-            _hopper_to_queries.run(call, q, of_rows, gradient, flow, torch.zeros(5, dtype=torch.int32))
-        numbers = torch.zeros(64, dtype=torch.int32)
-        _hopper_to_keys.run(call, q, of_rows, numbers, q, q, numbers)
-"""
-
-
-def test_the_compiler_takes_them():
-    """As far as types and layouts go, in all branches; it needs no GPU for that, but no interpreter either."""
-    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("compiled") == 22
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-TOY = """
-import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait,
-)
-
-@gluon.jit
-def _producer(x_desc, tiles, full, empty, count):
-    stage = 0
-    phase = 1
-    for i in range(count):
-        mbarrier.wait(empty.index(stage), phase)  # WAIT EMPTY
-        mbarrier.expect(full.index(stage), x_desc.block_type.nbytes)
-        tma.async_load(x_desc, [i * 64, 0], full.index(stage), tiles.index(stage))
-        stage += 1
-        if stage == 2:
-            stage = 0
-            phase ^= 1
-
-@gluon.jit
-def _consumer(x_desc, y_desc, tiles, out, full, empty, count):
-    L: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
-    stage = 0
-    phase = 0
-    for i in range(count):
-        acc = gl.zeros([64, 64], gl.float32, L)
-        mbarrier.wait(full.index(stage), phase)  # WAIT FULL
-        tile = tiles.index(stage)
-        # EARLY
-        acc = warpgroup_mma(tile, tile.permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))  # WAIT PRODUCT
-        mbarrier.arrive(empty.index(stage))  # GIVE BACK
-        tma.store_wait(0)  # WAIT STORE
-        out.store(acc.to(gl.bfloat16))
-        fence_async_shared()  # FENCE
-        tma.async_store(y_desc, [i * 64, 0], out)
-        stage += 1
-        if stage == 2:
-            stage = 0
-            phase ^= 1
-    tma.store_wait(0)  # LAST WAIT
-
-@gluon.jit
-def kernel(x_desc, y_desc, count):
-    tiles = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], x_desc.layout)
-    out = gl.allocate_shared_memory(gl.bfloat16, [64, 64], y_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    gl.warp_specialize(
-        [
-            (_consumer, (x_desc, y_desc, tiles, out, full, empty, count)),
-            (_producer, (x_desc, tiles, full, empty, count)),
-        ],
-        [1],
-        [24],
-    )
-"""
-
-FAULTS = {
-    "no wait for a copy": ("mbarrier.wait(full.index(stage), phase)  # WAIT FULL", "", RaceError),
-    "no wait for a free place": ("mbarrier.wait(empty.index(stage), phase)  # WAIT EMPTY", "", GluonError),
-    "a wait for the other phase": ("phase)  # WAIT FULL", "phase ^ 1)", (RaceError, DeadlockError)),
-    "nobody gives back": ("mbarrier.arrive(empty.index(stage))  # GIVE BACK", "", DeadlockError),
-    "given back before the product is there": ("# EARLY", "mbarrier.arrive(empty.index(stage))", GluonError),
-    "no wait for a product": ("acc = warpgroup_mma_wait(0, deps=(acc,))  # WAIT PRODUCT", "", GluonError),
-    "too short a wait for a product": ("mma_wait(0, deps=(acc,))  # WAIT", "mma_wait(1, deps=(acc,))  #", GluonError),
-    "no wait for a store": ("tma.store_wait(0)  # WAIT STORE", "", RaceError),
-    "no last wait for a store": ("tma.store_wait(0)  # LAST WAIT", "", GluonError),
-    "a copy that nobody waits for": (
-        "range(count):\n        mbarrier.wait(empty", "range(count + 1):\n        mbarrier.wait(empty", GluonError
-    ),
-    "no fence": ("fence_async_shared()  # FENCE", "", RaceError),
-    "more bytes than come": ("block_type.nbytes", "block_type.nbytes + 16", DeadlockError),
-    "another layout": ("acc.to(gl.bfloat16)", "acc.to(gl.float16)", GluonError),
-    "a place that is not there": ("tiles.index(stage)\n        # EARLY", "tiles.index(stage + 1)", GluonError),
-    "what is not emulated": ("fence_async_shared()  # FENCE", "gl.histogram(acc, 4)", GluonError),
-}  # fmt: skip
-
-
-class TestEmulator:
-    """What it finds in a kernel that squares tiles of 64 rows."""
-
-    def run(self, edit=lambda name, source: source, seed=0, rows=300):
-        x, y = draw(1, rows, 64), torch.full((rows, 64), 7.0, dtype=torch.bfloat16)
-        layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.bfloat16)
-        toy = Emulator(seed=seed, edit=edit).execute(TOY)
-        descriptors = (TensorDescriptor(z, list(z.shape), [64, 1], [64, 64], layout) for z in (x, y))
-        toy.kernel[(1,)](*descriptors, -(-rows // 64), num_warps=4)
-        return x, y
-
-    @pytest.mark.parametrize("seed", range(5))
-    def test_without_a_fault(self, seed):
-        x, y = self.run(seed=seed)
-        tiles = torch.nn.functional.pad(x.double(), (0, 0, 0, 20)).unflatten(0, (5, 64))
-        close(y, (tiles @ tiles.mT).flatten(0, 1)[:300], rtol=1e-2, atol=1e-2)
-
-    @pytest.mark.parametrize("name", FAULTS)
-    def test_a_fault(self, name):
-        old, new, error = FAULTS[name]
-
-        def edit(_, source):
-            assert source.count(old) == 1
-            return source.replace(old, new)
-
-        for seed in range(5):
-            with pytest.raises(error):
-                self.run(edit, seed)
-
-    def test_a_part_of_a_tile(self):
-        """belongs to the tile that a copy wrote."""
-        part = "part = tiles.index(stage).slice(32, 32, 1).load(L)"
-        _, y = self.run(lambda _, source: source.replace("# EARLY", part))
-        assert torch.equal(y, self.run()[1])
-        with pytest.raises(RaceError, match="a load reads tiles"):
-            self.run(lambda _, source: source.replace("mbarrier.wait(full", f"{part}\n        mbarrier.wait(full"))
-
-    def test_a_deadlock_says_who_waits_for_what(self):
-        with pytest.raises(DeadlockError) as raised:
-            self.run(lambda _, source: source.replace("nbytes", "nbytes + 16"))
-        text = str(raised.value)
-        assert "program 0, partition 0 (_consumer) waits for full[0], phase 0: 0 phases are over" in text
-        assert "1 of 1 arrivals are there and 16 bytes to come" in text
-        assert "partition 1 (_producer) waits for empty[0], phase 0" in text
-
-    def test_numbers(self):
-        """as a GPU has them, where Python and torch have others"""
-        layout = gl.BlockedLayout([1], [32], [4], [0])
-        x = here.arange(0, 4, layout) - 2
-        assert (x // 2).data.tolist() == [-1, 0, 0, 0]
-        assert (x % 2).data.tolist() == [0, -1, 0, 1]
-        assert (x + (2**31 - 1)).data.tolist() == [2**31 - 3, 2**31 - 2, 2**31 - 1, -(2**31)]
-        unsigned = x.to(gl.uint32, bitcast=True)
-        assert (unsigned < here.to_tensor(5).to(gl.uint32)).data.tolist() == [False, False, True, True]
-        assert unsigned.to(gl.int32, bitcast=True).data.tolist() == [-2, -1, 0, 1]
-        y = here.where(x < 0, float("nan"), x)
-        assert (y.dtype, here.max(y, axis=0).data.item()) == (gl.float32, 1.0)
-        assert here.maximum(y, -7.0).data.tolist() == [-7.0, -7.0, 0.0, 1.0]
-        assert here.full([4], 1.0, gl.float32, layout).to(gl.int32, bitcast=True).data[0] == 0x3F800000
-        assert ((x > 0) ^ True).data.tolist() == [True, True, True, False]
-        assert (x.to(gl.float16) / 3).dtype == gl.float32
-        assert (x.to(gl.bfloat16) * 0.5).dtype == gl.bfloat16
-        assert (x.to(gl.bfloat16) * here.to_tensor(0.5)).dtype == gl.float32
-
-    def test_what_the_compiler_refuses(self):
-        layout, other = (gl.BlockedLayout([n], [32], [4], [0]) for n in (1, 2))
-        x, y = here.arange(0, 4, layout), here.arange(0, 4, other)
-        with pytest.raises(GluonError, match="two layouts"):
-            x + y
-        assert (x + here.convert_layout(y, layout)).data.tolist() == [0, 2, 4, 6]
-        with pytest.raises(GluonError, match="SliceLayout"):
-            here.expand_dims(x, 0)
-        with pytest.raises(GluonError, match="is no condition"):
-            assert x
-        with pytest.raises(GluonError, match="does not fit into int32"):
-            x + 2**40
-        with pytest.raises(GluonError, match="powers of 2"):
-            here.arange(0, 3, layout)
-        with pytest.raises(GluonError, match="histogram is not emulated"):
-            here.histogram(x, 4)
-
-    def test_what_the_compiler_forgets(self):
-        loops = "for i in range(count):\n        for j in range(left):\n            pass\n"
-        part = f"left = count\n    {loops}        left = {{}}"
-        kept = [part.format(x) for x in ("i", "count", "left - 1")]
-        for text in kept:
-            Emulator().execute(self.KERNEL.replace("BODY_HERE", text))
-        for text in ("0", "-_N + 1", "BODY"):
-            with pytest.raises(GluonError, match="forgets that a loop sets left"):
-                Emulator().execute(self.KERNEL.replace("BODY_HERE", part.format(text)))
-
-    KERNEL = """
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-SIZE = 4
-_N = gl.constexpr(4)
-
-@gluon.jit
-def kernel(x_ptr, y_ptr, count, BODY: gl.constexpr):
-    at = gl.arange(0, _N, gl.BlockedLayout([1], [32], [4], [0]))
-    BODY_HERE
-"""
-
-    @pytest.mark.parametrize(
-        ("body", "error"),
-        [
-            ("gl.store(y_ptr + at, gl.load(x_ptr + at, mask=at < count, other=9.0), mask=at < count)", None),
-            ("gl.store(y_ptr + at, gl.load(x_ptr + at, mask=at < count), mask=at < 4)", "outside the memory"),
-            ("gl.store(y_ptr + at, gl.load(x_ptr + at))", "outside the memory"),
-            ("gl.store(y_ptr + at * 0, gl.load(x_ptr + at, mask=at < count), mask=at < count)", "different numbers"),
-            ("gl.store(y_ptr + SIZE, 1.0)", "SIZE, which is no constexpr"),
-            ("size = _N; gl.arange(0, size)", "are constants"),
-        ],
-    )
-    def test_memory_and_constants(self, body, error):
-        module = Emulator().execute(self.KERNEL.replace("BODY_HERE", body))
-        # Of four places in memory each tensor has three.
-        x, y = torch.arange(4.0), torch.full((4,), 7.0)
-
-        def run():
-            module.kernel[(1,)](x[:3], y[:3], 3, None)
-            return y.tolist()
-
-        if error is None:
-            assert run() == [0.0, 1.0, 2.0, 7.0]
-        else:
-            with pytest.raises(GluonError, match=error):
-                run()
-            assert y[3] == 7
