@@ -315,7 +315,7 @@ def cuda_machine_table() -> str:
 def cuda_forward_table() -> str:
     """How many times as fast as cuDNN's forward pass."""
     columns = {"none": "no statistics", "sums": "sums over weights", "all": "all", "read": "`read`"}
-    columns |= {"portable none": "other GPUs' kernel, none", "portable all": "the same, all"}
+    columns |= {"portable none": "Triton kernel, none", "portable all": "the same, all"}
     columns |= {"flash": "torch's flash", "flex": "FlexAttention + max"}
     return _cuda_rows(columns)
 
@@ -341,7 +341,7 @@ def cuda_eager_table() -> str:
         for row in rows
         if "eager" in row["seconds"]
     ]
-    return _table(("head_dim, length, keys seen", "times as fast", "memory of the matrix", "of `attend`"), cells)
+    return _table(("head_dim, length, keys seen", "times as fast", "memory it takes", "`attend` takes"), cells)
 
 
 def cuda_special_table() -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attemper import BackendError, attend, read
+from attemper import Attended, BackendError, _doctor, attend, read
 from attemper._reading import choose
 from attemper.testing import check_operator, compare
 from attemper.testing._battery import battery
@@ -1121,3 +1121,28 @@ def test_the_compiler_takes_them():
         "to_keys_kernel",
         "to_queries_kernel",
     ]
+
+
+class TestDoctor:
+    """`attemper doctor` puts these kernels to the test where there is a GPU."""
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16"])
+    def test_both_ways(self, dtype):
+        assert dtype in _doctor._dtypes("cuda", "torch", "cuda", {})
+        for found in (
+            _doctor._forward("cuda", "torch", "torch", DEVICE, dtype),
+            _doctor._backward("cuda", "torch", DEVICE, dtype),
+        ):
+            assert found.ok, found
+            assert (found.backend, found.dtype) == ("cuda", dtype)
+
+    def test_what_is_wrong_is_said(self, monkeypatch):
+        def spoiled(*operands, **options):
+            output, reading = attend(*operands, **options)
+            return (output if options["backend"] == "reference" else 1.02 * output), reading
+
+        monkeypatch.setattr(_doctor, "attend", lambda *given, **options: Attended(*spoiled(*given, **options)))
+        assert not _doctor._forward("cuda", "torch", "torch", DEVICE, "float16").ok
+        found = _doctor._backward("cuda", "torch", DEVICE, "float16")
+        assert not found.ok
+        assert "the gradient of q" in found.detail

@@ -173,11 +173,11 @@ class Kernel:
     def piece_of(self, label):
         return self.piece_at[self.labels[label]]
 
-    def function(self, piece):
-        """What a piece of straight code does to a warp, in the lanes of a mask."""
-        if piece not in self._translated:
-            self._translated[piece] = _Translation(self, piece).function()
-        return self._translated[piece]
+    def function(self, piece, whole):
+        """What a piece of straight code does to a warp: to the lanes of a mask, or quicker where these are all."""
+        if (piece, whole) not in self._translated:
+            self._translated[piece, whole] = _Translation(self, piece, whole).function()
+        return self._translated[piece, whole]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,8 +217,8 @@ _NOTHING_TO_DO = (
 class _Translation:
     """A function of Python for one piece of straight code."""
 
-    def __init__(self, kernel, piece):
-        self.kernel, self.piece = kernel, piece
+    def __init__(self, kernel, piece, whole):
+        self.kernel, self.piece, self.whole = kernel, piece, whole
         self.lines, self.constants = [], {}
 
     def function(self):
@@ -293,12 +293,18 @@ class _Translation:
         return f"(m & ~{predicate})" if s.negated else f"(m & {predicate})"
 
     def _put(self, s, name, kind, value):
-        self.lines.append(f"np.copyto({self._array(name, kind)}, {value}, where={self._lanes(s)}, casting='unsafe')")
+        into, lanes = self._array(name, kind), self._lanes(s)
+        all_of_them = self.whole and lanes == "m"
+        self.lines.append(
+            f"{into} = {value}" if all_of_them else f"np.copyto({into}, {value}, where={lanes}, casting='unsafe')"
+        )
 
     def _ufunc(self, s, function, kind=None):
         kind = kind or s.parts[-1]
         sources = ", ".join(self._source(x, kind) for x in s.operands[1:])
-        self.lines.append(f"np.{function}({sources}, out={self._array(s.operands[0], kind)}, where={self._lanes(s)})")
+        into, lanes = self._array(s.operands[0], kind), self._lanes(s)
+        where = "" if self.whole and lanes == "m" else f", where={lanes}"
+        self.lines.append(f"np.{function}({sources}, out={into}{where})")
 
     def _address(self, operand):
         base, offset = re.fullmatch(r"\[\s*([^\]\s+]+)\s*(?:\+\s*(-?\d+))?\s*\]", operand).groups()

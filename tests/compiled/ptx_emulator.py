@@ -224,7 +224,7 @@ class Warp:
     def step(self):
         piece, _, lanes = self.ways[-1]
         try:
-            self.machine.kernel.function(piece)(self, lanes)
+            self.machine.kernel.function(piece, lanes is ALL)(self, lanes)
         except PTXError as error:
             text = "; ".join(s.text for s in self.machine.kernel.pieces[piece][:3])
             raise type(error)(f"{error} (program {self.machine.program}, warp {self.index}: {text[:300]})") from None
@@ -622,9 +622,9 @@ class Machine:
             if raw is None or (self.shared[places] != raw).any():
                 raise RaceError(f"shared memory from {places[0]} on is written twice, in no order")
             return
-        for other, when in enumerate(self.when_read):
-            if other != warp.index and (when[places] > warp.clock[other]).any():
-                raise RaceError(f"shared memory from {places[0]} on is overwritten before it is known to be read")
+        # Of what it has read itself a warp knows.
+        if (self.when_read[:, places] > warp.clock[: len(self.warps), None]).any():
+            raise RaceError(f"shared memory from {places[0]} on is overwritten before it is known to be read")
         if barrier is None:
             self.writer[places], self.written[places] = warp.index, warp.clock[warp.index]
             # A place may be used again that a barrier had.

@@ -100,7 +100,7 @@ class Found:
 @pytest.mark.parametrize("level", LEVELS)
 def test_levels(hopper, level, head_dim, options):
     operands = three(200, 420, head_dim)
-    for kept in (operands, operands[:2]):
+    for kept in (operands, operands[:2])[: 1 + (level > 1)]:
         call = call_for(kept, **options)
         Found(hopper, call, LEVELS[level], wide=level == 1).agree(call)
 
@@ -110,11 +110,11 @@ def test_no_field_at_all(hopper):
     Found(hopper, call, ()).agree(call)
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_one_field_and_no_other(hopper, name):
+@pytest.mark.parametrize("first", range(3))
+def test_some_fields_and_no_other(hopper, first):
     """What nobody asked for has no memory to be written to."""
-    call = call_for(three(130, 140, heads=1), is_causal=True)
-    Found(hopper, call, (name,)).agree(call)
+    call = call_for(three(130, 140), is_causal=True)
+    Found(hopper, call, FIELDS[first::3]).agree(call)
 
 
 LENGTHS = [(64, 64), (65, 127), (191, 128), (192, 129), (193, 383), (128, 640), (385, 64), (129, 700)]
@@ -122,7 +122,7 @@ LENGTHS = [(64, 64), (65, 127), (191, 128), (192, 129), (193, 383), (128, 640), 
 
 @pytest.mark.parametrize(("queries", "keys"), LENGTHS)
 def test_lengths(hopper, queries, keys):
-    operands = three(queries, keys, 128 if queries % 3 else 64, heads=1)
+    operands = three(queries, keys, 128 if queries % 3 else 64)
     for options in ({}, {"is_causal": True, "query_offset": "bottom-right"}):
         call = call_for(operands, **options)
         # Rows before the first key see none.
@@ -186,8 +186,7 @@ def test_tiles_that_nobody_reads(hopper, head_dim):
     first = torch.tensor([[0, 900, 300]]).repeat_interleave(64, 1)
     for kept in (operands, operands[:2]):
         call = call_for(kept)._replace(first=first, stop=first + 60)
-        for fields in (LEVELS[0], FIELDS):
-            Found(hopper, call, fields).agree(call)
+        Found(hopper, call).agree(call)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -252,7 +251,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(hopper, name, causal):
     call = call_for(three(130, 150, heads=4, batch=2), is_causal=causal)._replace(**OPTIONS[name])
-    Found(hopper, call, wide=True).agree(call)
+    Found(hopper, call).agree(call)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
@@ -285,7 +284,7 @@ def test_many_orders_of_events(causal):
     """All but the sums are the same, bit by bit, whoever is first."""
     call = call_for(three(330, 700, heads=1), is_causal=causal, query_offset=300)
     results = []
-    for seed in range(8):
+    for seed in range(5):
         hopper = Emulator(seed=seed, processors=2).load("_hopper")
         results.append(Found(hopper, call))
     results[0].agree(call)
