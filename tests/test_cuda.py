@@ -963,6 +963,11 @@ class TestRefuses:
         with pytest.raises(BackendError, match="computes on a CUDA GPU, and q is on cpu"):
             triton_attend(*(x.cpu() for x in three(4, 4)))
 
+    def test_another_makers_gpu(self, monkeypatch):
+        monkeypatch.setattr(torch.version, "hip", "7.1")
+        with pytest.raises(BackendError, match="NVIDIA GPUs, and this torch is for AMD's"):
+            triton_attend(*three(4, 4))
+
     def test_without_triton(self, monkeypatch):
         monkeypatch.setattr(cuda, "_HAS_TRITON", False)
         with pytest.raises(BackendError, match="pip install triton"):

@@ -201,6 +201,40 @@ def test_a_scale_that_a_graph_was_the_first_to_use():
         torch.testing.assert_close(found.reading.logsumexp.double(), right.reading.logsumexp, rtol=1e-4, atol=1e-5)
 
 
+def test_a_graph_with_dropout():
+    """Its seed is a number of the host's, which no graph can wait for."""
+    q, k, v = (draw(1, 4, 300, 64) for _ in range(3))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        attend(q, k, v, dropout_p=0.5)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = attend(q, k, v, dropout_p=0.5)
+    graph.replay()
+    plain = attend(q, k, v)
+    torch.testing.assert_close(result.reading.entropy, plain.reading.entropy, rtol=1e-4, atol=1e-5)
+    assert result.output.isfinite().all()
+    assert 0.02 < (result.output - plain.output).float().abs().mean() < 1
+
+
+def test_a_scale_that_lies_on_the_host():
+    q, k, v = (draw(1, 4, 300, 64) for _ in range(3))
+    torch.testing.assert_close(attend(q, k, v, scale=torch.tensor(0.2)).output, attend(q, k, v, scale=0.2).output)
+
+
+@pytest.mark.parametrize("stats", ["pressure", "all"])
+def test_gradients_of_what_lies_at_any_address(stats):
+    """Rows in one piece that begin at no multiple of 16 bytes."""
+    operands = [draw(1, 4, 300, 64) for _ in range(4)]
+    shifted = [torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x) for x in operands]
+    assert all(x.is_contiguous() and x.data_ptr() % 16 for x in shifted)
+    right = gradients(*(x.double() for x in operands), backend="torch", stats=stats)
+    found = gradients(*shifted, backend="cuda", stats=stats)
+    for x, y in zip(found[:4], right[:4], strict=True):
+        assert (x.double() - y).abs().max() < 1e-2 * y.abs().max()
+
+
 def test_compiled_without_a_break_and_on_another_stream():
     q, k, v = (draw(1, 4, 300, 64).requires_grad_() for _ in range(3))
 

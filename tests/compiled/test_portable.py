@@ -58,6 +58,15 @@ def test_what_a_value_holds_reaches_rows_that_see_it(head_dim, monkeypatch):
     assert 0 < right.isfinite().all(-1).sum() < 400
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_signs_that_are_still_to_be_turned(place):
+    """As those of the imaginary part of a conjugate: memory holds the opposite of what the tensor is."""
+    operands = list(three(130, 140))
+    operands[place] = torch._neg_view(operands[place])
+    assert operands[place].is_neg()
+    compare(operands)
+
+
 def backward(operands, **options):
     found, right = [], []
     for results, backend, dtype in ((found, "cuda", operands[0].dtype), (right, "torch", torch.float64)):

@@ -155,7 +155,8 @@ def _is_alone(call: Call) -> bool:
     tensors: list[Any] = [x for x in call[:TENSORS] if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    return _PLAIN.issuperset(map(type, tensors))
+    # The operator's caller would see to signs that are still to be turned.
+    return _PLAIN.issuperset(map(type, tensors)) and not any(x.is_neg() for x in tensors)
 
 
 def _operator(problem: Problem) -> Any:
@@ -205,7 +206,8 @@ def _fold_mask(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
 
 def _per_head(x: Any, wide: torch.dtype, device: torch.device) -> Tensor:
     """(1, heads), or (1, 1) for one number."""
-    return x.to(wide).reshape(1, -1) if isinstance(x, Tensor) else _number(x, wide, device)
+    # One number may come from another device, as in torch's own arithmetic.
+    return x.to(device, wide).reshape(1, -1) if isinstance(x, Tensor) else _number(x, wide, device)
 
 
 def _number(x: float, wide: torch.dtype, device: torch.device) -> Tensor:

@@ -19,6 +19,7 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor, bfloat16, float16, float32
 
 from ..._problem import Problem
@@ -38,6 +39,8 @@ def unsupported(problem: Problem) -> str | None:
         return "it computes on torch tensors"
     if problem.q.device.type != "cuda" and not _INTERPRETED:
         return f"it computes on a CUDA GPU, and q is on {problem.q.device}"
+    if torch.version.hip is not None:
+        return "it computes on NVIDIA GPUs, and this torch is for AMD's"
     if not _HAS_TRITON:
         return "it needs Triton: pip install triton"
     if problem.q.dtype not in (float16, bfloat16, float32):

@@ -116,4 +116,5 @@ def _aligned(x: Tensor) -> Tensor:
     """A tensor as cuDNN reads it: rows in one piece, none of them twice, in steps of 16 bytes."""
     steps = [step for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
     plain = x.stride(-1) == 1 and all(step > 0 and step % 8 == 0 for step in steps) and x.data_ptr() % 16 == 0
-    return x if plain else x.contiguous()
+    # A copy even of what is contiguous, for that may lie at any address.
+    return x if plain else x.clone(memory_format=torch.contiguous_format)

@@ -112,7 +112,10 @@ def masked_of(call: Call) -> Masked:
 
 
 def dropped_of(call: Call) -> Dropped:
-    seed = call.scale if call.seed is None else call.seed.to(call.q.device)
+    seed = call.scale if call.seed is None else call.seed
+    if seed.device != call.q.device:
+        # Written by a kernel: a copy is waited for, and no graph can capture it.
+        seed = torch.full((), int(seed), dtype=seed.dtype, device=call.q.device)
     period = max(call.period, 1) if call.dropout_p else 0
     return Dropped(seed, min(round(call.dropout_p * 2**32), 2**32 - 1), disguised(period))
 

@@ -451,7 +451,7 @@ def forward(
             limits.first,
             limits.stop,
             scale if wide is None else wide,
-            scale if sums is None else sums.means,
+            flags if sums is None else sums.means,
             *(fields.get(name, flags if name in COUNTS else scale) for name in FIELDS),
             flags,
             flags[-1:],
@@ -479,10 +479,10 @@ def forward(
             sums is not None,
             wide is not None,
         )
-        # Bounds that are not there are stood in for by something of another type.
+        # Bounds and counts that are not there are stood in for by something of another type.
         form = (
             q.dtype, head_dim, limits.bounded, v is None, level, choice, sums is None, wide is None, limits.first.dtype,
-            scale.dtype, sinks.dtype, q.device,
+            scale.dtype, sinks.dtype, *(name in fields for name in COUNTS), q.device,
         )  # fmt: skip
         programs = min(pairs * blocks, processors(q.device.index) * choice.resident)
         launch(_kernel, programs, arguments, form=form, num_warps=4, maxnreg=choice.launched)

@@ -239,6 +239,7 @@ def _copies(call: Call, output: Tensor | None, tile: Tiling) -> bool:
     operands = [x for x in (call.q, call.k, call.v, output) if x is not None]
     return (
         plain
+        and call.k.shape[2] > 0
         and tile.rows == 128
         and tile.stages > 1
         and _copy_engine(call.q.device)

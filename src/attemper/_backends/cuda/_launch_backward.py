@@ -230,7 +230,8 @@ def _hopper_takes(call: Call, grad: Tensor) -> bool:
 
 
 def _copyable(grad: Tensor) -> Tensor:
-    return grad if copyable(grad) else grad.contiguous()
+    # A copy even of what is contiguous, for that may lie at any address.
+    return grad if copyable(grad) else grad.clone(memory_format=torch.contiguous_format)
 
 
 def _by_hopper(
