@@ -183,7 +183,8 @@ class TestErrors:
         hint = "\n  Run again with --traceback to see where.\n"
         assert err.endswith(hint)
         last = err.removesuffix(hint).splitlines()[-1]
-        assert last == "attemper: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x5 and 3x4)"
+        assert last.startswith("attemper: RuntimeError: ")
+        assert last.endswith("mat1 and mat2 shapes cannot be multiplied (2x5 and 3x4)")
 
     def test_traceback(self, capsys):
         assert main(["check", "zoo:wrong", "--traceback"]) == 2

@@ -878,6 +878,17 @@ class TestCudnn:
         monkeypatch.setattr(_cudnn, "usable", lambda device: False)
         assert not _cudnn.takes(plain_call())
 
+    def test_a_gpu_that_is_not_there(self, monkeypatch):
+        """Fake tensors are on one, and torch's build for GPUs has cuDNN without one."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+        _cudnn._there.cache_clear()
+        try:
+            assert not _cudnn.usable(torch.device("cuda", 0))
+        finally:
+            _cudnn._there.cache_clear()
+
 
 def test_gradients_of_fields_alone():
     q, k, v = (x.requires_grad_() for x in three())

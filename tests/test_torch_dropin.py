@@ -373,10 +373,21 @@ TAKES_LESS = {
 LOOKS_AT_NOTHING = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
+def takes_both():
+    """Whether this torch applies a mask and is_causal together, as versions did that do not refuse it yet."""
+    try:
+        fused(Q, K, V, attn_mask=TRIANGLE, is_causal=True)
+    except RuntimeError as error:
+        assert "is_causal" in str(error)  # noqa: PT017
+        return False
+    return True
+
+
 @pytest.mark.parametrize("name", TAKES_LESS)
 def test_ours_refuses_what_torch_takes(name):
     theirs, (operands, keywords) = TAKES_LESS[name]
-    if LOOKS_AT_NOTHING or ("no " not in name and "empty" not in name):
+    looks = LOOKS_AT_NOTHING or ("no " not in name and "empty" not in name)
+    if looks and ("mask and is_causal" not in name or takes_both()):
         assert theirs(*operands, **keywords).shape[-1] == 4
     with pytest.raises(AttemperError):
         scaled_dot_product_attention(*operands, **keywords)
@@ -392,17 +403,19 @@ def test_nested_tensors_are_refused():
 
 def test_fused_torch_applies_both_masks():
     mask = TRIANGLE.flip(0)
-    theirs = fused(Q, K, V, attn_mask=mask, is_causal=True)
     ours = attend(Q, K, V, attn_mask=mask, is_causal=True).output
-    torch.testing.assert_close(ours, theirs)
+    if takes_both():
+        torch.testing.assert_close(ours, fused(Q, K, V, attn_mask=mask, is_causal=True))
     torch.testing.assert_close(ours, plain(Q, K, V, attn_mask=mask & TRIANGLE))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere a division by zero does not end the process")
 def test_torch_dies_of_no_key_heads():
+    """Or says so, in later versions."""
     call = "sdpa(torch.ones(1, 2, 3, 4), torch.ones(1, 0, 3, 4), torch.ones(1, 2, 3, 4), enable_gqa=True)"
     code = f"import torch; sdpa = torch.nn.functional.scaled_dot_product_attention; {call}"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGFPE
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGFPE or "must be greater than 0" in done.stderr
     with pytest.raises(AttemperError, match="k has 0 heads"):
         scaled_dot_product_attention(Q, K[:, :0], V, enable_gqa=True)
 
@@ -459,8 +472,8 @@ def test_a_hidden_bias_does_not_leak(auto):
     """In attend, where a bias and causality combine."""
     bias = torch.zeros(3, 3).masked_fill(~TRIANGLE, NAN).requires_grad_()
     q, k, v = (x.clone().requires_grad_() for x in (Q, K, V))
-    theirs = fused(q, k, v, attn_mask=bias.detach(), is_causal=True)
-    assert theirs.isnan().any()
+    if takes_both():
+        assert fused(q, k, v, attn_mask=bias.detach(), is_causal=True).isnan().any()
     output, reading = attend(q, k, v, attn_mask=bias, is_causal=True)
     assert reading.backend == ("cpu" if auto == "cpu" else "torch")
     torch.testing.assert_close(output, plain(Q, K, V, is_causal=True))

@@ -62,6 +62,8 @@ def usable(device: torch.device) -> bool:
 
 @cache
 def _there(index: int | None) -> bool:
+    if not torch.cuda.is_available():
+        return False  # fake tensors may be on a GPU that is not there
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     if version is None or version < 90000 or torch.cuda.get_device_capability(index) < (8, 0):
         return False
