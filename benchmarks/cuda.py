@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from attemper import attend, read  # noqa: E402
 from attemper._backends.cuda import _form  # noqa: E402
+from attemper._bench._cuda import events  # noqa: E402
 from attemper._reading import MEASURED  # noqa: E402
 
 RESULTS = HERE / "results"
@@ -104,7 +105,7 @@ def reading(q, k, _v, causal):
 
 
 def seconds(functions, rounds, inner=3):
-    """The median time of each, in turn; the device sleeps while the host gets ahead."""
+    """The median time of each, in turn."""
     for function in functions:
         function()
         function()
@@ -114,14 +115,7 @@ def seconds(functions, rounds, inner=3):
     times = [[] for _ in functions]
     for _ in range(rounds):
         for found, function in zip(times, functions, strict=True):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(10_000_000)  # noqa: SLF001
-            start.record()
-            for _ in range(inner):
-                function()
-            end.record()
-            torch.cuda.synchronize()
-            found.append(start.elapsed_time(end) / inner / 1000)
+            found.append(events(function, inner))
     return [statistics.median(found) for found in times]
 
 

@@ -14,12 +14,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import attemper
 from attemper import _bench, _doctor
 from attemper._backends import cpu
 from attemper._bench import Row, Settings, _cases
-from attemper._bench._rounds import Contender, Timing, measure
+from attemper._bench._rounds import Contender, Timing, measure, wall
 from attemper._bench._row import Case, Check
 from attemper.cli import main
 from attemper.cli._bench import table
@@ -409,6 +410,101 @@ sys.exit(main(["bench", "--only", "calls*torch*"]))
         assert process.returncode == 130, err
         assert "one call, 8 × 16 × 64, torch" in out
         assert err.endswith("attemper: interrupted.\n")
+
+
+class TestBenchOnGpu:
+    """On a GPU that is not there: everything but the clock, and kernels of torch's that there are here too."""
+
+    @pytest.fixture
+    def gpu(self, monkeypatch):
+        from attemper._bench import _attention, _cuda
+
+        class Refusing:
+            def __enter__(self):
+                raise RuntimeError("No available kernel.")
+
+            def __exit__(self, *_):
+                pass
+
+        peers = (("torch cuDNN", Refusing), *[place for place in _cuda.GPU.peers if "flash" in place[0]])
+        monkeypatch.setattr(_cuda, "GPU", _attention.Place("cpu", wall, peers))
+        monkeypatch.setattr(_cuda, "TOKENS", 16384 // 64)
+        monkeypatch.setattr(_cuda, "LENGTHS", (32, 128, 256))
+        monkeypatch.setattr(_cuda, "DECODED", 512)
+        monkeypatch.setattr(_attention, "PRODUCT_ON_GPU", 64)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+
+    def test_every_case(self, gpu):
+        rows = list(_bench.run("all", device="cuda", settings=BRIEFLY))
+        assert [row.section for row in rows] == ["forward"] * 12 + ["backward"] * 12 + ["decode"]
+        for row in rows:
+            assert row.met, row
+            assert row.peer == "torch flash"
+            assert row.ratio == pytest.approx(row.seconds["torch flash"] / row.seconds["attemper"], rel=0.5)
+            assert "torch cuDNN" not in row.seconds
+            assert ("attemper read" in row.seconds) == (row.section == "forward")
+            assert (row.share is None) == (row.section == "decode")
+
+    def test_table(self, gpu, monkeypatch, capsys):
+        monkeypatch.setitem(_bench.SETTINGS, "quick", BRIEFLY)
+        assert main(["bench", "--device", "cuda", "--quick"]) == 0
+        out, err = capsys.readouterr()
+        lines = out.splitlines()
+        assert lines[0].split() == [
+            "dtype",
+            "attemper",
+            "torch",
+            "kernel",
+            "speed",
+            "of",
+            "product",
+            "statistics",
+            "read",
+        ]
+        assert [line for line in lines if not line.startswith("  ")] == ["forward", "backward"]
+        assert lines[2].split()[:8] == ["2", "×", "16", "×", "128", "×", "128", "causal"]
+        assert " flash " in lines[2]
+        assert lines[2].count("×") == 5
+        assert lines[2].count("%") == 2
+        assert "Some GPU, torch " in err
+        assert "miss what is required" not in err
+        assert "threads" not in out
+
+    def test_json(self, gpu, monkeypatch, capsys):
+        monkeypatch.setitem(_bench.SETTINGS, "usual", BRIEFLY)
+        assert main(["bench", "--device", "cuda", "--only", "decode", "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert record["device"] == "Some GPU"
+        assert record["versions"]["triton"]
+        assert [row["peer"] for row in record["rows"]] == ["torch flash"]
+
+    def test_nobody_to_compare_with(self, gpu, monkeypatch):
+        from attemper._bench import _cuda
+
+        monkeypatch.setattr(_cuda, "GPU", _cuda.GPU._replace(peers=(_cuda.GPU.peers[0],) * 2))
+        with pytest.raises(RuntimeError, match="None of torch's fused kernels takes this call"):
+            list(_bench.run("all", device="cuda", only="decode", settings=BRIEFLY))
+
+    @pytest.mark.parametrize(
+        ("options", "there", "message"),
+        [
+            ([], False, "torch sees no CUDA device here.\n  Leave --device out, or give cpu."),
+            (["--threads", "2"], True, "A number of threads is about the CPU.\n  Leave --threads out, or --device."),
+        ],
+    )
+    def test_refused(self, options, there, message, monkeypatch, capsys):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+        assert main(["bench", "--device", "cuda", *options]) == 2
+        assert capsys.readouterr().err == f"attemper: {message}\n"
+
+    def test_without_triton(self):
+        done = run(without("triton", arguments=["bench", "--device", "cuda"]))
+        assert done.returncode == 2
+        assert done.stderr == (
+            "attemper: The benchmark compares kernels of Triton with torch, and triton is not installed.\n"
+            "  pip install 'attemper[cuda]'\n"
+        )
 
 
 class TestRounds:

@@ -235,6 +235,19 @@ def test_gradients_of_what_lies_at_any_address(stats):
         assert (x.double() - y).abs().max() < 1e-2 * y.abs().max()
 
 
+@pytest.mark.parametrize("case", ["forward 8 × 16 × 2048 × 128 causal", "backward 8 × 32 × 2048 × 64,", "decode"])
+def test_the_benchmark(case):
+    from attemper import _bench
+
+    (row,) = _bench.run("all", device="cuda", only=case, settings=_bench.SETTINGS["quick"])
+    assert row.met, row
+    assert row.peer in row.seconds
+    # Within what a GPU can do at all: the clock waits for it.
+    assert row.share is None or 0.05 < row.share < 1.5
+    assert 0.1 < row.ratio < 30
+    assert _bench.record_of([row], device="cuda")["device"] == torch.cuda.get_device_name()
+
+
 def test_compiled_without_a_break_and_on_another_stream():
     q, k, v = (draw(1, 4, 300, 64).requires_grad_() for _ in range(3))
 

@@ -1,9 +1,10 @@
-"""How fast attention is here, against torch's fused attention on the same threads in the same process.
+"""How fast attention is here, against torch's fused attention on the same threads, or GPU, in the same process.
 
     _rounds    contenders in turn, disturbed rounds left out
     _row       what was found, and what is required of it
     _attention the calls that are timed     _model   a small GPT
     _cases     every case, by section       _fresh   what only a process of its own shows
+    _cuda      every case on a GPU
 
 Importing this module imports neither torch nor Numba.
 """
@@ -14,6 +15,7 @@ import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,14 +42,24 @@ METHOD = (
 )
 
 
-def names(selection: str = "all", *, threads: int | None = None, only: str | None = None) -> list[str]:
+METHOD_ON_GPU = (
+    "In one process, each way called in turn for many short rounds, with the host ahead of the GPU, whose events tell "
+    "the time; a round in which one took more than 1.5 times its median is left out; the median over rounds of the "
+    "time of torch's fastest kernel over ours. Compilation is excluded."
+)
+
+
+def names(
+    selection: str = "all", *, device: str = "cpu", threads: int | None = None, only: str | None = None
+) -> list[str]:
     """What would be run."""
-    return [case.label for case in _chosen(selection, threads, only)]
+    return [case.label for case in _chosen(selection, device, threads, only)]
 
 
 def run(
     selection: str = "all",
     *,
+    device: str = "cpu",
     threads: int | None = None,
     only: str | None = None,
     settings: Settings | None = None,
@@ -57,14 +69,15 @@ def run(
 
     `threads` is a number in place of one and all of them; `only` a part of the name of a case, or a pattern with *.
     """
-    cases = _chosen(selection, threads, only)
+    cases = _chosen(selection, device, threads, only)
     import torch
 
     before = torch.get_num_threads()
     try:
         for done, case in enumerate(cases):
             progress(case.label, done, len(cases))
-            torch.set_num_threads(case.threads)
+            if case.threads:
+                torch.set_num_threads(case.threads)
             yield case.run(settings or SETTINGS[selection])
     finally:
         torch.set_num_threads(before)
@@ -75,8 +88,10 @@ def busy() -> float | None:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
-def record_of(rows: Iterable[Row], left_out: Sequence[str] = ()) -> dict[str, Any]:
+def record_of(rows: Iterable[Row], left_out: Sequence[str] = (), *, device: str = "cpu") -> dict[str, Any]:
     """Rows with all that they depend on, as plain lists and numbers."""
+    if device == "cuda":
+        return _record_on_gpu(rows)
     from .._backends import cpu
 
     told = cpu.describe()
@@ -99,16 +114,45 @@ def record_of(rows: Iterable[Row], left_out: Sequence[str] = ()) -> dict[str, An
     }
 
 
-def _chosen(selection: str, threads: int | None, only: str | None) -> list[Any]:
+def _record_on_gpu(rows: Iterable[Row]) -> dict[str, Any]:
+    import torch
+
+    known = {name: versions()[name] for name in ("attemper", "python", "torch")}
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "versions": {**known, "triton": metadata.version("triton"), "cudnn": torch.backends.cudnn.version()},
+        "notes": [METHOD_ON_GPU],
+        "rows": [row.to_dict() for row in rows],
+    }
+
+
+def _all_cases(device: str, threads: int | None) -> list[Any]:
+    kernels, package, extra = ("Triton", "triton", "cuda") if device == "cuda" else ("Numba", "numba", "cpu")
+    for needed, brings in (("torch", "torch"), (package, extra)):
+        if find_spec(needed) is None:
+            headline = f"The benchmark compares kernels of {kernels} with torch, and {needed} is not installed."
+            raise OptionError(explain(headline, f"pip install 'attemper[{brings}]'"))
+    if device == "cpu":
+        from . import _cases
+
+        return _cases.all_cases(threads)
+    if threads is not None:
+        raise OptionError(explain("A number of threads is about the CPU.", "Leave --threads out, or --device."))
+    import torch
+
+    if not torch.cuda.is_available():
+        raise OptionError(explain("torch sees no CUDA device here.", "Leave --device out, or give cpu."))
+    from . import _cuda
+
+    return _cuda.all_cases()
+
+
+def _chosen(selection: str, device: str, threads: int | None, only: str | None) -> list[Any]:
     if selection not in SELECTIONS:
         raise unknown("selection", selection, SELECTIONS)
-    for package, extra in (("torch", "torch"), ("numba", "cpu")):
-        if find_spec(package) is None:
-            headline = f"The benchmark compares kernels of Numba with torch, and {package} is not installed."
-            raise OptionError(explain(headline, f"pip install 'attemper[{extra}]'"))
-    from ._cases import all_cases
-
-    cases = [case for case in all_cases(threads) if only is not None or selection in case.selections]
+    cases = [case for case in _all_cases(device, threads) if only is not None or selection in case.selections]
     if only is None:
         return cases
     # A pattern is looked for among all cases: who names one wants it.

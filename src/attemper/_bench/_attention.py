@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from .._attend import attend, read
-from ._rounds import Contender, Timing, measure
+from ._rounds import Clock, Contender, Timing, measure, wall
 from ._row import Case, Check, Row, Settings
 
 FUSED, OURS, BARE, READ = "torch fused", "attemper", "attemper, no statistics", "attemper read"
@@ -30,8 +31,23 @@ FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 7
 """Matrix products of queries × keys × head_dim in a forward pass, and in one with a backward pass that recomputes."""
 
 
+PRODUCT_ON_GPU = 8192
+"""Rows and columns of a matrix product that fills a GPU."""
+
+
+class Place(NamedTuple):
+    """Where attention is computed: by what clock, and which kernels of torch's there are, each within a context."""
+
+    device: str
+    clock: Clock
+    peers: tuple[tuple[str, Callable[[], AbstractContextManager[Any]]], ...]
+
+
+CPU = Place("cpu", wall, ((FUSED, nullcontext),))
+
+
 class Shape:
-    """Operands of one entry, and what torch is told in place of our keywords."""
+    """Operands, and what torch is told in place of our keywords."""
 
     def __init__(
         self,
@@ -45,19 +61,21 @@ class Shape:
         ours: dict[str, Any] | None = None,
         theirs: dict[str, Any] | None = None,
         pairs: int | None = None,
+        batch: int = 1,
+        device: str = "cpu",
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
         keys, kv_heads = keys or queries, kv_heads or heads
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
 
         def normal(heads: int, length: int) -> Tensor:
-            return torch.randn((1, heads, length, head_dim), generator=generator).to(self.dtype)
+            return torch.randn((batch, heads, length, head_dim), generator=generator, device=device).to(self.dtype)
 
         self.q, self.k, self.v = normal(heads, queries), normal(kv_heads, keys), normal(kv_heads, keys)
         self.upstream = normal(heads, queries)
         self.ours, self.theirs = ours or {}, theirs or {}
         # What one product of queries × keys × head_dim takes, of the pairs that are seen.
-        self.product = 2.0 * heads * head_dim * (queries * keys if pairs is None else pairs)
+        self.product = 2.0 * batch * heads * head_dim * (queries * keys if pairs is None else pairs)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,29 +92,53 @@ def causal(dtype: str, heads: int, length: int, head_dim: int, *, is_causal: boo
 # Forward
 
 
-def forward(case: Case, settings: Settings, shape: Shape, *, all_ways: bool, limits: dict[str, float]) -> Row:
+def forward(
+    case: Case, settings: Settings, shape: Shape, *, all_ways: bool, limits: dict[str, float], place: Place = CPU
+) -> Row:
     """Time a forward pass: ours with and without statistics against torch's, and on request all other ways."""
     q, k, v = shape.operands
     with torch.no_grad():
-        contenders = [
-            Contender(FUSED, partial(F.scaled_dot_product_attention, q, k, v, **shape.theirs)),
-            Contender(OURS, partial(attend, q, k, v, **shape.ours)),
-        ]
+        peers = _peers(place, partial(F.scaled_dot_product_attention, q, k, v, **shape.theirs))
+        contenders = [*peers, Contender(OURS, partial(attend, q, k, v, **shape.ours))]
         if all_ways:
             contenders += [
                 Contender(BARE, partial(attend, q, k, v, stats="none", **shape.ours)),
                 Contender(READ, partial(read, q, k, **shape.ours)),
-                *(_by_hand(shape) if settings.by_hand else ()),
+                *(_by_hand(shape) if settings.by_hand and place is CPU else ()),
             ]
-        theirs: Any = contenders[0].call()
-        ours: Any = contenders[1].call()
-        timing = measure(contenders, settings)
+        theirs: Any = peers[0].call()
+        ours: Any = attend(q, k, v, **shape.ours)
+        timing = measure(contenders, settings, place.clock)
     checks = _checks(timing, limits)
-    return _row(case, timing, shape, [ours.output], [theirs], checks, FORWARD_PRODUCTS)
+    return _row(case, timing, shape, [ours.output], [theirs], checks, FORWARD_PRODUCTS, place)
+
+
+def _peers(place: Place, call: Callable[[], object]) -> list[Contender]:
+    """Every kernel of torch's that takes a call."""
+
+    def within(context: Callable[[], AbstractContextManager[Any]]) -> object:
+        with context():
+            return call()
+
+    found = []
+    for name, context in place.peers:
+        try:
+            within(context)
+        except RuntimeError:
+            if len(place.peers) == 1:
+                raise
+        else:
+            # Where there is one there is nothing to choose, and a context takes the host longer than a short call.
+            found.append(Contender(name, call if len(place.peers) == 1 else partial(within, context)))
+    if not found:
+        raise RuntimeError("None of torch's fused kernels takes this call.")
+    return found
 
 
 def _checks(timing: Timing, limits: dict[str, float]) -> list[Check]:
-    found = [Check("speed", timing.ratio(FUSED, OURS), limits["speed"], True, target=limits.get("target"))]
+    found = []
+    if "speed" in limits:
+        found.append(Check("speed", timing.ratio(FUSED, OURS), limits["speed"], True, target=limits.get("target")))
     if "statistics" in limits:
         found.append(Check("statistics", timing.ratio(OURS, BARE) - 1, limits["statistics"], False, "%"))
     if "read" in limits:
@@ -112,15 +154,18 @@ def _row(
     theirs: list[Tensor],
     checks: list[Check],
     products: int,
+    place: Place,
 ) -> Row:
     seconds = timing.seconds()
+    peer = min((name for name, _ in place.peers if name in seconds), key=seconds.__getitem__)
     error = max(_apart(mine, other) for mine, other in zip(ours, theirs, strict=True))
     same = Check("difference", error, CLOSE[shape.dtype], False, "")
     # One query reads the keys once and computes next to nothing: no matrix product is like it.
     products = products if shape.q.shape[-2] > 1 else 0
     return case.row(
-        ratio=timing.ratio(FUSED, OURS),
-        share=products * shape.product / seconds[OURS] / peak(shape.dtype, case.threads) if products else None,
+        peer=peer,
+        ratio=timing.ratio(peer, OURS),
+        share=products * shape.product / seconds[OURS] / peak(shape.dtype, case.threads, place) if products else None,
         rounds=len(timing.rounds),
         discarded=timing.discarded,
         seconds=seconds,
@@ -193,37 +238,34 @@ def _naive(q: Any, k: Any, v: Any, is_causal: bool) -> Any:
 # Forward and backward
 
 
-def backward(case: Case, settings: Settings, shape: Shape, limit: float) -> Row:
+def backward(case: Case, settings: Settings, shape: Shape, limit: float | None, place: Place = CPU) -> Row:
     """Time a forward and a backward pass: ours measures pressure and gradient flow besides."""
     leaves: Any = tuple(x.clone().requires_grad_() for x in shape.operands)
 
     def step(output: Tensor) -> tuple[Tensor, ...]:
         return (output.detach(), *torch.autograd.grad(output, leaves, shape.upstream))
 
+    peers = _peers(place, lambda: step(F.scaled_dot_product_attention(*leaves, **shape.theirs)))
     contenders = [
-        Contender(FUSED, lambda: step(F.scaled_dot_product_attention(*leaves, **shape.theirs))),
+        *peers,
         Contender(OURS, lambda: step(attend(*leaves, **shape.ours).output)),
         Contender(BARE, lambda: step(attend(*leaves, stats="none", **shape.ours).output)),
     ]
-    theirs: Any = contenders[0].call()
-    ours: Any = contenders[1].call()
-    timing = measure(contenders, settings)
-    checks = [Check("speed", timing.ratio(FUSED, OURS), limit, True)]
-    return _row(case, timing, shape, list(ours), list(theirs), checks, BACKWARD_PRODUCTS)
+    theirs: Any = peers[0].call()
+    ours: Any = step(attend(*leaves, **shape.ours).output)
+    timing = measure(contenders, settings, place.clock)
+    checks = _checks(timing, {} if limit is None else {"speed": limit})
+    return _row(case, timing, shape, list(ours), list(theirs), checks, BACKWARD_PRODUCTS, place)
 
 
 # A matrix product
 
 
 @cache
-def peak(dtype: torch.dtype, threads: int, n: int = 2048, calls: int = 10) -> float:
+def peak(dtype: torch.dtype, threads: int, place: Place, calls: int = 10) -> float:
     """Operations in a second of a large matrix product, at its best."""
-    if threads != torch.get_num_threads():
+    if threads and threads != torch.get_num_threads():
         raise AssertionError("measured on other threads than said")
-    a, b = torch.randn(2, n, n).to(dtype)
-    found = []
-    for _ in range(calls):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        found.append(time.perf_counter() - start)
-    return 2.0 * n**3 / min(found)
+    n = 2048 if place is CPU else PRODUCT_ON_GPU
+    a, b = torch.randn(2, n, n, device=place.device).to(dtype)
+    return 2.0 * n**3 / min(place.clock(partial(torch.mm, a, b), 1) for _ in range(calls))

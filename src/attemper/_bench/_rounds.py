@@ -22,6 +22,10 @@ DISTURBED = 1.5
 """A round is left out when a contender takes this many times its median."""
 
 
+Clock = Callable[[Callable[[], object], int], float]
+"""Seconds of one call, of so many."""
+
+
 class Contender(NamedTuple):
     """One way to do the work; a slow one that is there for comparison takes part in some rounds only."""
 
@@ -52,9 +56,10 @@ class Timing:
         return statistics.median(r[above] / r[below] for r in self.rounds if above in r and below in r)
 
 
-def measure(contenders: Sequence[Contender], settings: Settings) -> Timing:
+def measure(contenders: Sequence[Contender], settings: Settings, clock: Clock | None = None) -> Timing:
     """Time them until there are enough calm rounds, or the time for it is over."""
-    repeats = {contender.name: _repeats(contender.call) for contender in contenders}
+    clock = clock or wall
+    repeats = {contender.name: _repeats(contender.call, clock) for contender in contenders}
     seldom = frozenset(contender.name for contender in contenders if contender.every > 1)
     rounds: list[dict[str, float]] = []
     shuffle = random.Random(0)
@@ -68,7 +73,7 @@ def measure(contenders: Sequence[Contender], settings: Settings) -> Timing:
             # Shuffled, so that each comes after each of the others: who follows another's threads finds them spinning,
             # and the caches full of what is not his.
             order = shuffle.sample(taking_part, len(taking_part))
-            took = {contender.name: _time(contender.call, repeats[contender.name]) for contender in order}
+            took = {contender.name: clock(contender.call, repeats[contender.name]) for contender in order}
             # In the order in which they were given.
             rounds.append({contender.name: took[contender.name] for contender in taking_part})
             over = time.perf_counter() - start > settings.seconds
@@ -82,18 +87,19 @@ def measure(contenders: Sequence[Contender], settings: Settings) -> Timing:
             gc.enable()
 
 
-def _repeats(call: Callable[[], object]) -> int:
+def _repeats(call: Callable[[], object], clock: Clock) -> int:
     """Calls that fill a turn; the first ones, which warm up, do not count."""
-    if _time(call, 1) > LONG:
+    if clock(call, 1) > LONG:
         return 1
-    took, calls = _time(call, 1), 1
+    took, calls = clock(call, 1), 1
     while took * calls < TURN / 4:
         calls *= 4
-        took = _time(call, calls)
+        took = clock(call, calls)
     return max(1, math.ceil(TURN / took))
 
 
-def _time(call: Callable[[], object], calls: int) -> float:
+def wall(call: Callable[[], object], calls: int) -> float:
+    """Seconds of one call, of so many, by the clock of the host."""
     start = time.perf_counter()
     for _ in range(calls):
         call()

@@ -63,9 +63,12 @@ class Row:
     case: str
     dtype: str
     threads: int
+    """0 on a GPU."""
     checks: Sequence[Check]
+    peer: str = "torch fused"
+    """Whose time is compared with ours: that of the fastest, where there are several."""
     ratio: float | None = None
-    """The time of torch's fused attention over ours."""
+    """Its time over ours."""
     share: float | None = None
     """Of the speed of a large matrix product of the same dtype, on the same threads, in the same run."""
     rounds: int = 0
@@ -100,6 +103,7 @@ class Row:
             "case": self.case,
             "dtype": self.dtype,
             "threads": self.threads,
+            "peer": self.peer,
             "ratio": rounded(self.ratio),
             "share": rounded(self.share),
             "requirement": self.requirement,
@@ -133,8 +137,8 @@ class Case:
     @property
     def label(self) -> str:
         """By which it is chosen."""
-        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
-        return f"{self.section} {self.name}, {self.dtype}, {threads}"
+        threads = f", {self.threads} thread{'' if self.threads == 1 else 's'}" if self.threads else ""
+        return f"{self.section} {self.name}, {self.dtype}{threads}"
 
     def run(self, settings: Settings) -> Row:
         """Measure it."""

@@ -20,13 +20,17 @@ examples:
   attemper bench --all                  everything, in a quarter of an hour
   attemper bench --only forward         the cases with that in their names, of all there are
   attemper bench --only "*window*" --threads 1 --json
+  attemper bench --device cuda          the same on a GPU, against the fastest of torch's kernels there
 
 Close what else is running: a benchmark on a busy machine measures the others.
 """
 
 Span = tuple[str, str]
-HEAD = ("", "dtype", "threads", "attemper", "torch", "speed", "of product", "statistics", "read", "required", "met")
-LEFT = (0, 1, 9, 10)  # columns that are words
+HEAD = (
+    "", "dtype", "threads", "attemper", "torch", "kernel",
+    "speed", "of product", "statistics", "read", "required", "met",
+)  # fmt: skip
+LEFT = (0, 1, 5, 10, 11)  # columns that are words
 
 
 def add_parser(commands: Any) -> None:
@@ -34,8 +38,8 @@ def add_parser(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure the speed on this machine against torch's fused attention",
-        description="Measures attention on the CPU, with and without statistics, against torch's fused attention: "
-        "interleaved, on the same threads, compilation excluded.",
+        description="Measures attention on the CPU or a GPU, with and without statistics, against torch's fused "
+        "attention: interleaved, on the same threads, compilation excluded.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,6 +48,7 @@ def add_parser(commands: Any) -> None:
     size.add_argument("--quick", action="store_true", help="less than a minute's worth: about 15 seconds")
     size.add_argument("--all", action="store_true", help="every case, about 15 minutes")
     add("--only", metavar="PATTERN", help="the cases, of all, whose names contain this, or match it with *")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where (default: cpu)")
     add("--threads", metavar="N", type=count, help="threads for both sides (default: as many as torch takes)")
     add("--list", action="store_true", help="the names of the cases, and measure nothing")
     add("--json", action="store_true", help="write JSON on standard output")
@@ -57,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     from .._progress import on_progress
 
     selection = "quick" if options.quick else "all" if options.all else "usual"
-    chosen = {"threads": options.threads, "only": options.only}
+    chosen = {"device": options.device, "threads": options.threads, "only": options.only}
     # Everything that can be refused is refused before anything is measured.
     names = _bench.names(selection, **chosen)
     if options.list:
@@ -78,14 +83,14 @@ def run(options: argparse.Namespace) -> int:
     finally:
         # After an interrupt too: what is done is done.
         if rows:
-            _show(rows, options.json, len(names))
+            _show(rows, options.json, len(names), options.device)
     return OK
 
 
-def _show(rows: list[Row], as_json: bool, in_all: int) -> None:
+def _show(rows: list[Row], as_json: bool, in_all: int, device: str) -> None:
     from .. import _bench
 
-    record = _bench.record_of(rows)
+    record = _bench.record_of(rows, device=device)
     if as_json:
         sys.stdout.write(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
         sys.stdout.flush()
@@ -100,10 +105,16 @@ def _show(rows: list[Row], as_json: bool, in_all: int) -> None:
         text.rstrip()
         console.print(text, soft_wrap=True)
     versions = record["versions"]
-    say(
-        f"\n{record['processor']} ({record['compiled_for']}), {record['instructions']}, {record['cores']} cores, "
-        f"torch {versions['torch']}, Numba {versions['numba']}, {record['runner']}"
-    )
+    if device == "cuda":
+        say(
+            f"\n{record['device']}, torch {versions['torch']}, Triton {versions['triton']}, cuDNN {versions['cudnn']}; "
+            "batch × heads × length × head_dim"
+        )
+    else:
+        say(
+            f"\n{record['processor']} ({record['compiled_for']}), {record['instructions']}, {record['cores']} cores, "
+            f"torch {versions['torch']}, Numba {versions['numba']}, {record['runner']}"
+        )
     for note in record["notes"]:
         say(note)
     discarded = sum(row.discarded for row in rows)
@@ -149,17 +160,28 @@ def _cells(row: Row) -> Iterator[str]:
     def found(what: str) -> str:
         return next((number(check.found, check.unit) for check in row.checks if check.what == what), "")
 
+    def beside(name: str, other: str) -> float | None:
+        """Of a GPU nothing is required, and everything is shown."""
+        times = (row.seconds.get(name), row.seconds.get(other))
+        return None if row.threads or None in times else times[0] / times[1]  # type: ignore[operator]
+
+    cost, share = beside("attemper", "attemper, no statistics"), beside("attemper read", "attemper")
+
     yield f"  {row.case}"
     yield row.dtype
-    yield str(row.threads)
+    yield str(row.threads or "")
     yield _time(row.seconds.get("attemper", row.seconds.get("watched"))) or _megabytes(row.megabytes.get("attemper"))
-    theirs = row.seconds.get("torch fused", row.seconds.get("not watched"))
+    theirs = row.seconds.get(row.peer, row.seconds.get("not watched"))
     yield _time(theirs) or _megabytes(row.megabytes.get("torch fused"))
+    yield "" if row.threads else row.peer.removeprefix("torch ")
     yield "" if row.ratio is None else f"{row.ratio:.2f}×"
     yield "" if row.share is None else f"{100 * row.share:.0f} %"
-    yield found("statistics")
-    yield found("read")
+    yield found("statistics") if cost is None else number(cost - 1, "%")
+    yield found("read") if share is None else number(share, "×")
     yield str(row.checks[0]) if row.checks else ""
+    if not row.checks and not row.skipped:
+        yield ""
+        return
     missed = [check.missed for check in row.checks if not check.met]
     yield f"skipped: {row.skipped}" if row.skipped else "no: " + ", ".join(missed) if missed else "yes"
 
