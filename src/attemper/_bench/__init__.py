@@ -15,7 +15,6 @@ import fnmatch
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -116,13 +115,15 @@ def record_of(rows: Iterable[Row], left_out: Sequence[str] = (), *, device: str 
 
 def _record_on_gpu(rows: Iterable[Row]) -> dict[str, Any]:
     import torch
+    import triton
 
-    known = {name: versions()[name] for name in ("attemper", "python", "torch")}
+    found = versions()
+    known = {name: found[name] for name in ("attemper", "python", "torch")}
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name(),
-        "versions": {**known, "triton": metadata.version("triton"), "cudnn": torch.backends.cudnn.version()},
+        "versions": {**known, "triton": triton.__version__, "cudnn": torch.backends.cudnn.version()},
         "notes": [METHOD_ON_GPU],
         "rows": [row.to_dict() for row in rows],
     }
