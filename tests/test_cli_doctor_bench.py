@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version as version_of
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from attemper._bench._rounds import Contender, Timing, measure, wall
 from attemper._bench._row import Case, Check
 from attemper.cli import main
 from attemper.cli._bench import table
+from attemper.cli._doctor import _gpu
 
 HEAD = "dtype threads attemper torch speed of product read required met"
 FIRST = "one float32 2 2.0 ms 3.0 ms 1.50× 80 % 0.60× speed ≥ 1.10× yes"
@@ -102,6 +105,45 @@ class TestDoctor:
         compiled = {name for name, size in record["cache"]["kernels"].items() if size}
         assert compiled == {name for name, there in told["kernels"].items() if there} >= {"forward_f32"}
         assert record["cache"]["bytes"] == sum(record["cache"]["kernels"][name] for name in compiled)
+
+    @pytest.mark.parametrize(
+        ("capability", "cudnn", "there", "line"),
+        [
+            ((9, 0), 91900, True, "Triton {} and its kernels for Hopper; gradients by cuDNN 91900"),
+            ((8, 6), None, True, "Triton {}"),
+            ((9, 0), None, False, "not installed: pip install 'attemper[cuda]'"),
+        ],
+    )
+    def test_gpus(self, monkeypatch, capability, cudnn, there, line):
+        from attemper._backends import cuda
+        from attemper._backends.cuda import _cudnn, _hopper_supply
+
+        known = SimpleNamespace(
+            name="Some GPU", major=capability[0], minor=capability[1], total_memory=80e9, multi_processor_count=7
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: known)
+        monkeypatch.setattr(_cudnn, "usable", lambda device: cudnn is not None)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+        monkeypatch.setattr(cuda, "_HAS_TRITON", there)
+        _hopper_supply.processors.cache_clear()
+        try:
+            found = _doctor._gpus(torch)
+        finally:
+            _hopper_supply.processors.cache_clear()
+        assert len(found) == 2
+        assert found[0]["capability"] == f"{capability[0]}.{capability[1]}"
+        told = [text for text, _ in _gpu(found[0])]
+        assert told == [
+            f"Some GPU, compute capability {found[0]['capability']}, 80 GB",
+            line.format(version_of("triton")),
+        ]
+
+    def test_no_gpu(self):
+        assert _doctor._gpus(None) == []
+        if not torch.cuda.is_available():
+            assert _doctor._gpus(torch) == []
 
     def test_a_wrong_answer_is_found(self, monkeypatch, capsys):
         right = _doctor.attend

@@ -235,6 +235,16 @@ def test_gradients_of_what_lies_at_any_address(stats):
         assert (x.double() - y).abs().max() < 1e-2 * y.abs().max()
 
 
+def test_doctor(capsys):
+    from attemper.cli import main
+
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"\ngpu         {torch.cuda.get_device_name()}, compute capability " in out
+    assert "cuda for torch CUDA" in out
+    assert "right  cuda on torch CUDA, float16: gradients" in out
+
+
 @pytest.mark.parametrize("case", ["forward 8 × 16 × 2048 × 128 causal", "backward 8 × 32 × 2048 × 64,", "decode"])
 def test_the_benchmark(case):
     from attemper import _bench

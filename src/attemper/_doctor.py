@@ -60,6 +60,7 @@ def examine(progress: Progress = silent) -> dict[str, Any]:
         "schema": SCHEMA,
         "versions": found,
         "processor": _processor(kernels),
+        "gpus": _gpus(torch),
         "threads": threads,
         "cache": None if kernels is None else kernels_on_disk(),
         "auto": auto,
@@ -96,6 +97,20 @@ def _places(torch: Any) -> Iterator[tuple[str, str, str]]:
         yield "torch CPU", "torch", "cpu"
         if torch.cuda.is_available():
             yield "torch CUDA", "torch", "cuda"
+
+
+def _gpus(torch: Any) -> list[dict[str, Any]]:
+    if torch is None or not torch.cuda.is_available():
+        return []
+    from ._backends import cuda
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        known = torch.cuda.get_device_properties(index)
+        capability = f"{known.major}.{known.minor}"
+        size = {"name": known.name, "capability": capability, "bytes": known.total_memory}
+        found.append(size | cuda.describe(index))
+    return found
 
 
 def _processor(kernels: dict[str, Any] | None) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def _lines(record: Mapping[str, Any]) -> Iterator[tuple[str, list[Span]]]:
     numba = versions["numba"] and f"{versions['numba']}, llvmlite {versions['llvmlite']}"
     yield "numba", [_version(numba, "pip install 'attemper[cpu]'")]
     yield "processor", [(_processor(record["processor"]), "")]
+    yield from (("gpu", [line]) for gpu in record["gpus"] for line in _gpu(gpu))
     for threads in record["threads"]:
         yield "threads", [(f"{threads['count']}, {threads['whose']}, for {_used_with(threads)}", "")]
     if record["cache"] is not None:
@@ -121,6 +122,16 @@ def _processor(found: Mapping[str, Any]) -> str:
         parts.append("AMX, which torch uses for bfloat16 and these kernels do not")
     parts.append(f"{found['cores']} core{'' if found['cores'] == 1 else 's'}")
     return ", ".join(parts)
+
+
+def _gpu(found: Mapping[str, Any]) -> Iterator[Span]:
+    yield f"{found['name']}, compute capability {found['capability']}, {found['bytes'] / 1e9:.0f} GB", ""
+    if found["triton"] is None:
+        yield _version(None, "pip install 'attemper[cuda]'")
+        return
+    kernels = " and its kernels for Hopper" if found["hopper"] else ""
+    gradients = f"; gradients by cuDNN {found['cudnn']}" if found["cudnn"] else ""
+    yield f"Triton {found['triton']}{kernels}{gradients}", ""
 
 
 def _cache(found: Mapping[str, Any]) -> Iterator[str]:

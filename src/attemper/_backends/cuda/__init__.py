@@ -50,6 +50,22 @@ def unsupported(problem: Problem) -> str | None:
     return None
 
 
+def describe(index: int) -> dict[str, Any]:
+    """What there is for a GPU: Triton, kernels for Hopper, gradients by cuDNN."""
+    if not _HAS_TRITON:
+        return {"triton": None, "hopper": False, "cudnn": None}
+    import triton
+
+    from ._form import gluon
+
+    hopper = gluon("_hopper")
+    return {
+        "triton": triton.__version__,
+        "hopper": hopper is not None and hopper.processors(index) > 0,
+        "cudnn": torch.backends.cudnn.version() if _cudnn.usable(torch.device("cuda", index)) else None,
+    }
+
+
 def run(
     problem: Problem, stats: frozenset[str], *, differentiable: bool = False
 ) -> tuple[Tensor | None, dict[str, Any]]:
