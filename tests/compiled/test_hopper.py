@@ -105,6 +105,15 @@ def test_levels(hopper, level, head_dim, options):
         Found(hopper, call, LEVELS[level], wide=level == 1).agree(call)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_row_that_sees_one_key(hopper, head_dim):
+    """Has nothing to decide, and that exactly: approximate logarithms must not show."""
+    call = call_for([3 * x for x in three(130, 140, head_dim)], window=(0, 0))
+    found = Found(hopper, call).agree(call).fields
+    for name, right in {"entropy": 0, "collision": 1, "largest_weight": 1, "score_std": 0, "visible_keys": 1}.items():
+        assert (found[name] == right).all(), name
+
+
 def test_no_field_at_all(hopper):
     call = call_for(three())
     Found(hopper, call, ()).agree(call)

@@ -172,6 +172,8 @@ def _scribe(
             else:
                 width = gl.zeros([_M], gl.int32, R) + keys
                 sees = there
+            # One that sees a key alone has nothing to decide, and that exactly, whatever the logarithm is off by.
+            decides = width > 1
             pair = batch * heads + head
             at = pair.to(gl.int64) * queries + rows
             # All at once, so that the consumer need not wait for the rest.
@@ -219,7 +221,8 @@ def _scribe(
             if LEVEL >= 1:
                 highest_score = gl.where(sees, (reference + _log2(weight)) * _LN_2, -infinity)
                 gl.store(max_ptr + at, highest_score, mask=there & ((choices & 2) > 0))
-                gl.store(weight_ptr + at, gl.where(sees, weight * inverse, 0.0), mask=there & ((choices & 4) > 0))
+                share = gl.where(decides, weight * inverse, gl.where(sees, 1.0, 0.0))
+                gl.store(weight_ptr + at, share, mask=there & ((choices & 4) > 0))
                 gl.store(qk_ptr + at, highest_score, mask=there & ((choices & 512) > 0))
             if LEVEL >= 2:
                 tilt = tilted * inverse
@@ -228,10 +231,10 @@ def _scribe(
                 good &= gl.abs(tilt) < _REFERENCE_LIMIT
                 mean = gl.where(sees, (reference + tilt) * _LN_2, 0.0)
                 gl.store(expected_ptr + at, mean, mask=there & ((choices & 8) > 0))
-                entropy = gl.where(sees, gl.maximum(log_total - tilt, 0.0) * _LN_2, 0.0)
+                entropy = gl.where(decides, gl.maximum(log_total - tilt, 0.0) * _LN_2, 0.0)
                 gl.store(entropy_ptr + at, entropy, mask=there & ((choices & 16) > 0))
-                collision = squares * inverse * inverse
-                gl.store(collision_ptr + at, gl.where(sees, collision, 0.0), mask=there & ((choices & 32) > 0))
+                collision = gl.where(decides, squares * inverse * inverse, gl.where(sees, 1.0, 0.0))
+                gl.store(collision_ptr + at, collision, mask=there & ((choices & 32) > 0))
             if LEVEL >= 3:
                 first_weight = gl.exp2(opening * c - logsumexp)
                 gl.store(opening_ptr + at, gl.where(sees, first_weight, 0.0), mask=there & ((choices & 1024) > 0))
@@ -248,7 +251,7 @@ def _scribe(
                 # Where the mean is too far from what the sums were taken about, digits are lost.
                 good &= (distance * distance <= variance * _FAR_MEAN + 2.0**-12) & (variance < infinity)
                 gl.store(mean_ptr + at, gl.where(sees, score_mean * _LN_2, 0.0), mask=there & ((choices & 128) > 0))
-                score_std = gl.where(sees, gl.sqrt(variance) * _LN_2, 0.0)
+                score_std = gl.where(decides, gl.sqrt(variance) * _LN_2, 0.0)
                 gl.store(std_ptr + at, score_std, mask=there & ((choices & 256) > 0))
             if VALUES:
                 # float16 ends at 65504, and a norm below that says that no entry was rounded beyond.
