@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from importlib.metadata import version as version_of
 from pathlib import Path
 from types import SimpleNamespace
@@ -463,6 +464,7 @@ class TestBenchOnGpu:
 
         class Refusing:
             def __enter__(self):
+                warnings.warn("Not for a CPU.", stacklevel=1)
                 raise RuntimeError("No available kernel.")
 
             def __exit__(self, *_):
