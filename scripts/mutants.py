@@ -71,7 +71,7 @@ def mutants_of(module: Path, source: bytes) -> Iterator[Mutant]:
         for target, new in changes(node, code, span):
             start, end = span(target)
             mutated = (code[:start] + new + code[end:]).encode("latin-1")
-            at = next(i for i in range(start, end + 1) if source[i] != mutated[i])
+            at = next(i for i in range(start, len(source)) if source[i] != mutated[i])
             number, line_start = source.count(b"\n", 0, at), source.rfind(b"\n", 0, at) + 1
             # Of a long line only the surroundings of the change are shown.
             shown = [text[max(line_start, at - 30) : at + 50].partition(b"\n")[0] for text in (source, mutated)]
