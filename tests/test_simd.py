@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from numba import float32, float64, int32, int64, uint8, uint16, uint32
 
-from attemper._backends.cpu import _code, _simd, _threads, _tile
+from attemper._backends.cpu import _code, _dropout, _elements, _simd, _simd_blocks, _simd_functions, _threads
 from attemper._backends.cpu._compile import kernel, object_code
 from attemper._backends.cpu._simd import (
-    added_blocks,
     address_of,
     any_lane,
     as_indices,
@@ -23,52 +22,51 @@ from attemper._backends.cpu._simd import (
     at,
     bits_of,
     count_up,
-    dot_rows,
-    exp2,
-    fetch,
     first_lane,
     fma,
     highest_of_lanes,
     lanes,
     load,
+    load_some,
+    maximum,
+    narrow,
+    per_cell,
+    pointer,
+    pointer_as,
+    spread,
+    spread_as,
+    store,
+    store_some,
+    sum_of_lanes,
+    to_floating,
+    to_whole,
+    where,
+    widen,
+)
+from attemper._backends.cpu._simd_blocks import (
+    added_blocks,
+    dot_rows,
+    fetch,
     load_apart,
     load_block,
     load_rows,
-    load_some,
     load_square,
-    log,
-    magnitude,
-    maximum,
-    narrow,
     outer,
     pair_up,
-    per_cell,
     pick,
-    pointer,
-    pointer_as,
     row_offsets,
     rows_maximum,
     rows_sum,
     scaled_block,
-    spread,
-    spread_as,
-    sqrt,
-    store,
     store_apart,
     store_block,
     store_rows,
-    store_some,
     store_square,
-    sum_of_lanes,
-    tanh,
     times_all,
-    to_floating,
-    to_whole,
     transpose,
-    where,
-    widen,
     zeros,
 )
+from attemper._backends.cpu._simd_functions import exp2, log, magnitude, sqrt, tanh
 from attemper._backends.cpu._target import target
 from attemper._dropout import kept
 
@@ -171,7 +169,7 @@ def test_exp2(dtype):
 
 def test_what_exp2_is_made_of_is_the_same_on_every_machine():
     """Not solved for by a BLAS: the last of them would be noise."""
-    for found in _simd._POLYNOMIALS.values():
+    for found in _simd_functions._POLYNOMIALS.values():
         series = [math.log(2) ** n / math.factorial(n) for n in range(len(found), 0, -1)]
         np.testing.assert_allclose(found, series, rtol=1e-2)
 
@@ -189,7 +187,7 @@ def test_exp2_never_grows_past_one(dtype):
 @floating
 def test_exp2_below_its_range(dtype):
     least = {np.float32: -150.0, np.float64: -1076.0}[dtype]
-    lowest = _tile.LOWEST[np.dtype(dtype).itemsize * 8]
+    lowest = _elements.LOWEST[np.dtype(dtype).itemsize * 8]
     assert lowest < least
     x = np.linspace(lowest, least, 1000).astype(dtype)
     np.testing.assert_array_equal(mapped(exp2, x), np.zeros_like(x))
@@ -753,27 +751,27 @@ def assert_same_narrow(found, wanted):
 
 
 def test_every_float16_is_read():
-    found = mapped(_tile.from_half, EVERY, result=np.float32)
+    found = mapped(_elements.from_half, EVERY, result=np.float32)
     np.testing.assert_array_equal(found, EVERY.view(np.float16).astype(np.float32))
     np.testing.assert_array_equal(np.signbit(found), EVERY >= 2**15)
 
 
 def test_every_float16_is_written_as_it_was_read():
     halves = EVERY.view(np.float16)
-    assert_same_narrow(mapped(_tile.to_half, halves.astype(np.float32), result=np.uint16), halves)
+    assert_same_narrow(mapped(_elements.to_half, halves.astype(np.float32), result=np.uint16), halves)
 
 
 def test_float16_is_rounded_to_nearest_even():
     x = awkward()
     with np.errstate(over="ignore", invalid="ignore"):
-        assert_same_narrow(mapped(_tile.to_half, x, result=np.uint16), x.astype(np.float16))
+        assert_same_narrow(mapped(_elements.to_half, x, result=np.uint16), x.astype(np.float16))
 
 
 def test_bfloat16_is_rounded_to_nearest_even():
     x = awkward()
     with np.errstate(over="ignore", invalid="ignore"):
         wanted = x.astype(ml_dtypes.bfloat16)
-    found = mapped(_tile.to_bfloat, x, result=np.uint16)
+    found = mapped(_elements.to_bfloat, x, result=np.uint16)
     assert_same_narrow(found, wanted)
     np.testing.assert_array_equal(found >> 15, x.view(np.uint32) >> 31)
 
@@ -787,7 +785,7 @@ def one_by_one(address):
         bfloats[i] = _bfloat_number(int64(bits[i]))
 
 
-_half_number, _bfloat_number = _tile.half_number, _tile.bfloat_number
+_half_number, _bfloat_number = _elements.half_number, _elements.bfloat_number
 
 
 def test_every_number_of_sixteen_bits_alone():
@@ -897,7 +895,7 @@ def dropping(address):
         store(out, key * step, where(shown, spread(uint32(1)), spread(uint32(0))))
 
 
-_row_key, _survives = _tile.row_key, _tile.survives
+_row_key, _survives = _dropout.row_key, _dropout.survives
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -(2**63), -1])
@@ -920,6 +918,7 @@ def test_on_other_processors(processor):
 
 def test_every_operation_is_tested():
     # What is imported here is used, or the linter would say so.
-    own = [name for name, x in vars(_simd).items() if type(x).__name__ == "_Intrinsic"]
+    modules = (_simd, _simd_functions, _simd_blocks)
+    own = {name for module in modules for name, x in vars(module).items() if type(x).__name__ == "_Intrinsic"}
     assert len(own) > 40
     assert [name for name in own if name not in globals()] == []

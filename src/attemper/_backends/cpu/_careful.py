@@ -13,9 +13,10 @@ from numba import float32, float64, int64, uint8, uint16, uint32, uint64
 
 from . import _slots as slot
 from ._compile import kernel
+from ._dropout import finalise_one, row_key
+from ._elements import item_size, number_at, to_bfloat, to_half
 from ._simd import count_up, first_lane, pointer, spread
 from ._slots import BF16, BOOL, F32, F64
-from ._tile import finalise_one, item_size, number_at, row_key, to_bfloat, to_half
 
 
 @kernel

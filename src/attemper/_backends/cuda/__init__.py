@@ -1,7 +1,8 @@
 """Triton kernels for CUDA GPUs.
 
     _tile     who the rows of a block are, what they see, what a mask does to a tile
-    _forward  output and statistics      _backward  gradients
+    _forward  output and statistics: _state takes up a tile of any call, _weigh one of a simple call, _finish writes
+    _backward gradients
     _moments  mean and spread of the scores of long calls, beside either kernel
     _hopper   output and statistics of simple calls, for Hopper GPUs: _hopper_supply feeds it, _hopper_tile is what it
               does with a tile of scores, _hopper_scribe writes down what it measured

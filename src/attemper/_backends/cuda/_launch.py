@@ -13,8 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._operator import COUNTS, Call, empty, empty_output
 from . import _form, _moments
+from ._finish import Fields
 from ._form import HOPPER_ROWS, SPAN, Tiling
-from ._forward import PARTS, Fields, careful_kernel, forward_kernel, merge_kernel, opening_kernel
+from ._forward import PARTS, careful_kernel, forward_kernel, merge_kernel, opening_kernel
 from ._ready import MOST, copyable, form_of, launch, look_at, strides_of
 from ._tile import Kind, Sizes, matrix_of
 
