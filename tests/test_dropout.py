@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attemper import attend, read
+from attemper import attend, read, trace
 from attemper._dropout import as_signed, kept, kept_signed
 from attemper._reading import AFTER_BACKWARD, FIELDS
 
@@ -272,3 +272,15 @@ def test_one_key_is_kept_or_dropped_whole(backend):
     q, v = np.ones((1, 64, 2)), np.ones((1, 1, 2))
     output = attend(q, q[:, :1], v, dropout_p=0.5, seed=3, backend=backend).output
     assert set(np.unique(output)) == {0.0, 2.0}
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_nothing_to_drop(framework):
+    q, nothing = np.ones((2, 3, 4)), np.ones((2, 0, 4))
+    if framework == "torch":
+        q, nothing = torch.from_numpy(q), torch.from_numpy(nothing)
+    for backend in ("reference", "auto"):
+        output = attend(q, nothing, nothing, dropout_p=0.5, seed=1, backend=backend).output
+        assert output.shape == (2, 3, 4)
+        assert (output == 0).all()
+    assert trace(q, nothing, nothing, dropout_p=0.5, seed=1).weights.shape == (2, 3, 0)

@@ -546,6 +546,10 @@ CASES = [
      *BACKEND, "backend 'identities' cannot give max_logit.\n  Leave it out of stats, or pass backend='auto'."),
     ("sinks-infinite", lambda: attemper.attend(*QKV, sinks=np.full(4, np.inf)), *OPTION,
      "sinks contains NaN or infinity.\n  Pass finite logits, or −inf for no sink."),
+    ("torch-sinks-list", lambda: attemper.attend(*(torch.zeros(1, 5, 8),) * 3, sinks=[math.nan]), *OPTION,
+     "sinks contains NaN or infinity.\n  Pass finite logits, or −inf for no sink."),
+    ("torch-scale-list", lambda: attemper.attend(*(torch.zeros(1, 5, 8),) * 3, scale=[math.inf]), *OPTION,
+     "scale is not finite in every head.\n  Pass finite numbers."),
     # Vitals
     ("vitals-site", lambda: Vitals.of(READING, Site(heads=3)), *SHAPE, """
         The Reading has 4 heads, but its Site has 3.

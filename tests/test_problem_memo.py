@@ -192,6 +192,7 @@ CONFUSABLE = [
     ({"window": None}, {"window": ()}),
     ({"window": None}, {"window": (None,)}),
     ({"window": (None, None)}, {"window": (None, None, None)}),
+    ({"window": (1, 1)}, {"window": 1}),
     ({"seed": 0}, {"seed": False}),
     ({"seed": 1}, {"seed": -1}),
     ({"scale": "dk"}, {"scale": "dK"}),

@@ -367,6 +367,17 @@ def test_the_tiles_refuse_forward_mode(name, road):
 
 
 @tiled
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_call_does_not_lose_a_tangent(backend, road):
+    q = draw(0, 2, 3, 2)
+    compiled = torch.compile(lambda x: attend(x, x, x, backend=road).output, backend=backend)
+    with forward_ad.dual_level():
+        agree(compiled(q), attend(q, q, q, backend=road).output)
+        with refused("Forward-mode"):
+            compiled(forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+@tiled
 def test_the_tiles_refuse_forward_mode_of_read(road):
     q, k = draw(0, 2, 3, 2), draw(1, 2, 4, 2)
     with refused("Forward-mode"):
@@ -862,6 +873,7 @@ def test_nothing_leaks_from_hidden_keys(way, poison, road, small_tiles):
     # Keys 3 and 4 are hidden from all three queries.
     clean, _ = call("no mask", laden=False)
     clean["sinks"] = draw(5, 2).requires_grad_()
+    clean["scale"] = torch.tensor(0.7, dtype=torch.float64).requires_grad_()
     dirty = {name: x.detach().clone() for name, x in clean.items()}
     dirty["k"][..., 3:, :] = poison
     dirty["v"][..., 3:, :] = poison
@@ -906,6 +918,51 @@ def test_rows_that_do_not_see_a_nan_have_the_gradients_they_would_have(place, ro
         results.append(torch.autograd.grad(output.sin().sum(), leaves["q"])[0])
     agree(results[1][..., :2, :], results[0][..., :2, :], "q")
     assert results[1][..., 2, :].isnan().all()
+
+
+@roads
+def test_keys_that_no_row_with_a_nan_sees_have_the_gradients_they_would_have(road, small_tiles):
+    clean, _ = call("no mask", laden=False)
+    clean["sinks"] = draw(5, 2)
+    dirty = {name: x.detach().clone() for name, x in clean.items()}
+    dirty["k"][..., 3, :] = math.nan  # of the second sequence, which the third query is
+    results = []
+    for leaves in (clean, dirty):
+        leaves["v"].requires_grad_()
+        output = ran(road, leaves, {"cu_seqlens": ([0, 2, 3], [0, 3, 5])}).output
+        # Explicit matrices add up all rows: they must not be handed a NaN from behind.
+        loss = output.sum() if road == "reference" else output.sin().sum()
+        results.append(torch.autograd.grad(loss, leaves["v"])[0])
+    agree(results[1][..., :3, :], results[0][..., :3, :], "v")
+    assert results[1][..., 3, :].isnan().all()
+
+
+@roads
+def test_a_sink_that_is_nan_shows_and_an_infinite_one_takes_all(road, small_tiles):
+    for sink in (math.nan, math.inf):
+        leaves, _ = call("no mask", laden=False)
+        leaves["sinks"] = torch.tensor([0.5, sink], dtype=torch.float64, requires_grad=True)
+        output, reading = ran(road, leaves, {})
+        to_v, to_sinks = torch.autograd.grad(output.square().sum(), (leaves["v"], leaves["sinks"]))
+        wanted = 0.0 if sink == math.inf else math.nan
+        agree(output[:, 1], torch.full_like(output[:, 1], wanted))
+        agree(reading.sink_mass[:, 1], torch.full_like(reading.sink_mass[:, 1], 1 + wanted))
+        agree(reading.nonfinite[:, 1], torch.full_like(reading.nonfinite[:, 1], sink != math.inf))
+        assert output[:, 0].isfinite().all()
+        assert to_v[:, 0].isfinite().all()
+        if sink != math.inf:
+            assert to_v[:, 1].isnan().all()
+            assert to_sinks[1].isnan()
+
+
+@roads
+def test_scores_far_below_zero_beside_hidden_keys(road):
+    # e^(0 − s) of a hidden key would overflow.
+    q = torch.tensor([[40.0], [40.0]], requires_grad=True)
+    k = torch.tensor([[-10.0], [1.0]])
+    reading = read(q, k, scale=1.0, is_causal=True, differentiable=True, backend=road)
+    found = torch.autograd.grad((reading.logsumexp + reading.entropy).sum(), q)[0]
+    agree(found, torch.tensor([[-10.0], [1.0]]))
 
 
 @roads
@@ -993,6 +1050,20 @@ def test_vmap_is_a_loop(case, rank, road, small_tiles):
         agree(found.output[i], expected.output, "output")
         for name, value in entries(found.reading, i).items():
             agree(value, getattr(expected.reading, name), name)
+
+
+@roads
+@pytest.mark.parametrize("axis", range(5))
+def test_gradients_of_vmap_where_one_head_of_keys_serves_all(axis, road):
+    leaves = [draw(i, 2, heads, n, 2) for i, (heads, n) in enumerate([(2, 3), (1, 5), (1, 5)])]
+    leaves = [torch.stack([x, 1.3 * x, x - 1], axis).requires_grad_() for x in leaves]
+
+    def f(q, k, v):
+        return attend(q, k, v, backend=road).output
+
+    found = torch.autograd.grad(loss_of(vmap(f, in_dims=axis)(*leaves)), leaves)
+    one_by_one = torch.stack([f(*(x.select(axis, i) for x in leaves)) for i in range(3)])
+    agree(found, torch.autograd.grad(loss_of(one_by_one), leaves))
 
 
 @roads

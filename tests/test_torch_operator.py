@@ -280,3 +280,13 @@ def test_the_operator_of_the_flow_is_one(monkeypatch):
     q, k, v = operands()
     gradient_flow_beside(q, k, v, None, torch.randn_like(q), read(q, k))
     torch.library.opcheck(torch.ops.attemper.flow.default, seen[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+def test_tensors_without_numbers_have_an_outcome_without_numbers(backend):
+    q, k = (torch.empty(2, 3, n, 8, device="meta", dtype=torch.bfloat16) for n in (4, 5))
+    output, reading = attend(q, k, k, is_causal=True, backend=backend)
+    assert (output.shape, output.dtype, output.device.type) == (q.shape, q.dtype, "meta")
+    assert (reading.entropy.shape, reading.entropy.device.type) == (q.shape[:3], "meta")
+    assert "entropy" in repr(reading)
+    assert reading.pressure is None

@@ -405,11 +405,11 @@ def _run(problem: Problem, stats: Stats, differentiable: bool, backend: str) -> 
     return output, reading_of(fields, backend=name, rows=rows, awaited=awaited)
 
 
-def _sides(window: Any) -> tuple[Any, Any]:
-    """A window as two plain values; what is none makes no key."""
+def _sides(window: Any) -> tuple[Any, ...]:
+    """A window as two plain values; what is no window makes no key, or one like no other."""
     if window is None:
         return None, None
-    return (window[0], window[1]) if type(window) is tuple and len(window) == 2 else (window, window)
+    return window if type(window) is tuple and len(window) == 2 else (window, window, window)
 
 
 def _remember(key: Any, problem: Problem, stats: Stats) -> None:

@@ -469,6 +469,7 @@ def _per_head(name: str, value: object, heads: int, operands: dict[str, Array]) 
         if array.dtype.kind not in "iuf" and array.dtype.name not in FLOATING:
             raise OptionError(explain(f"{name} is {brief(value)}.", fix))
         array = array.astype(np.float64)
+        _require_finite(name, array)
         if framework_of(operands["q"]) == "torch":
             array = sys.modules["torch"].from_numpy(array).to(operands["q"].device)
     else:
@@ -477,11 +478,17 @@ def _per_head(name: str, value: object, heads: int, operands: dict[str, Array]) 
         shown = _shown({"q": operands["q"], "k": operands["k"], name: array})
         raise ShapeError(explain(f"{name} has shape {tuple(array.shape)}.", fix, shown))
     require_floating(name, array)
-    if name == "sinks" and isinstance(array, np.ndarray) and not (array.astype(np.float64) < np.inf).all():
-        raise OptionError(explain("sinks contains NaN or infinity.", "Pass finite logits, or −inf for no sink."))
-    if name == "scale" and isinstance(array, np.ndarray) and not np.isfinite(array.astype(np.float64)).all():
-        raise OptionError(explain("scale is not finite in every head.", "Pass finite numbers."))
+    # What a tensor holds is not looked at, for which a GPU would be waited for: NaN in it comes through, and shows.
+    if isinstance(array, np.ndarray):
+        _require_finite(name, array.astype(np.float64))
     return array
+
+
+def _require_finite(name: str, array: Array) -> None:
+    if name == "sinks" and not (array < np.inf).all():
+        raise OptionError(explain("sinks contains NaN or infinity.", "Pass finite logits, or −inf for no sink."))
+    if name == "scale" and not np.isfinite(array).all():
+        raise OptionError(explain("scale is not finite in every head.", "Pass finite numbers."))
 
 
 def _compiling() -> bool:

@@ -33,6 +33,7 @@ class _AfterBackward:
             given is not None
             or waiting is None
             or self.name[1:] not in reading.awaited
+            or waiting.is_meta
             or sys.modules["torch"].compiler.is_compiling()
         ):
             return given
@@ -210,6 +211,8 @@ class Reading:
         if measured and device_name(getattr(self, measured[0])) not in ("numpy", "cpu"):
             place = f" on {device_name(getattr(self, measured[0]))}"
         lines = [f"Reading({where or 'nothing measured'}; backend {self.backend}{place})"]
+        if place == " on meta":  # where tensors have no numbers
+            return "\n".join(lines + [f"  {name}" for name in measured])
         return "\n".join(lines + [f"  {name:<18}  {summary(to_numpy(getattr(self, name)))}" for name in measured])
 
 

@@ -5,6 +5,7 @@ Nothing here is tiled, merged or shared with the other backends, so that it can 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +79,7 @@ def matrices(problem: Problem, precision: type = np.float64) -> Explicit:
             v = np.repeat(problem.v.astype(precision), problem.group, axis=-3)
             kept_weights = weights
             if problem.dropout_p:
-                rows = np.arange(visible[..., 0].size).reshape(*visible.shape[:-1], 1)
+                rows = np.arange(math.prod(visible.shape[:-1])).reshape(*visible.shape[:-1], 1)
                 keep = kept(rows, np.arange(problem.keys), problem.dropout_p, problem.seed)
                 kept_weights = np.where(keep, weights, 0) / (1 - problem.dropout_p)
             output = _mix(kept_weights, visible, v)

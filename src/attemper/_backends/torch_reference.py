@@ -60,7 +60,7 @@ def matrices(problem: Problem) -> Explicit:
     scale = problem.scale
     if isinstance(scale, Tensor):
         scale = scale.to(wide) if scale.dim() == 0 else scale.to(wide)[:, None, None]
-    scaled = scores * scale
+    scaled = _scaled(scores, scale)
     capped = scaled
     if problem.softcap is not None:
         capped = problem.softcap * torch.tanh(scaled / problem.softcap)
@@ -93,6 +93,17 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     return torch.where(sound, scores, torch.matmul(q.detach(), k.detach().mT))
 
 
+def _scaled(scores: Tensor, scale: Any) -> Tensor:
+    """In which a score that is not finite has no derivative either."""
+    scaled: Tensor
+    if isinstance(scale, Tensor):
+        sound = torch.isfinite(scores)
+        scaled = torch.where(sound, torch.where(sound, scores, 0) * scale, scores * scale.detach())
+    else:
+        scaled = scores * scale
+    return scaled
+
+
 def readings(problem: Problem, explicit: Explicit) -> dict[str, Tensor]:
     """Every primitive field of the Reading, by its definition."""
     s, visible = explicit.masked, explicit.visible
@@ -103,7 +114,8 @@ def readings(problem: Problem, explicit: Explicit) -> dict[str, Tensor]:
     highest = _highest(s)
     base = torch.where(seen, highest, 0)
     # Visible keys that all score −inf have no softmax: log 0 − log 0.
-    total = torch.where(visible, torch.exp(shown - base[..., None]), 0).sum(-1)
+    # Hidden scores are replaced before e^ here too: below a maximum of −88 it would overflow for a score of 0.
+    total = torch.where(visible, torch.exp(torch.where(visible, s - base[..., None], 0)), 0).sum(-1)
     log_total = torch.log(torch.where(seen, total, 1))
     weighted = torch.where(p == 0, 0, p * torch.where(p == 0, 0, shown))
     surprise = torch.where(p == 0, 0, p * torch.where(p == 0, 0, base[..., None] - shown)).sum(-1)
@@ -149,17 +161,18 @@ def _softmax(s: Tensor, visible: Tensor, sinks: Tensor | None) -> Tensor:
         highest = torch.maximum(highest, sinks.detach())
     seen = visible.any(-1, keepdim=True)
     base = torch.where(seen & (highest != -math.inf), highest, 0)
-    e = torch.where(visible, torch.exp(torch.where(visible, s, 0) - base), 0)
+    e = torch.where(visible, torch.exp(torch.where(visible, s - base, 0)), 0)
     total = e.sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sinks - base)
+        # An infinite sink takes all.
+        total = total + torch.exp(torch.where(base == math.inf, 0, sinks - base))
     return torch.where(visible, e / torch.where(seen, total, 1), 0)
 
 
 def _drop(problem: Problem, weights: Tensor) -> Tensor:
     if not problem.dropout_p:
         return weights
-    rows = torch.arange(weights[..., 0].numel(), device=weights.device).reshape(*weights.shape[:-1], 1)
+    rows = torch.arange(weights.shape[:-1].numel(), device=weights.device).reshape(*weights.shape[:-1], 1)
     keys = torch.arange(problem.keys, device=weights.device)
     seed = problem.seed if isinstance(problem.seed, Tensor) else torch.tensor(as_signed(problem.seed))
     keep = kept_signed(rows, keys, problem.dropout_p, seed.to(weights.device))

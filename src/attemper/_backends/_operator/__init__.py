@@ -155,13 +155,16 @@ def _is_alone(call: Call) -> bool:
     tensors: list[Any] = [x for x in call[:TENSORS] if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    # The operator's caller would see to signs that are still to be turned.
-    return _PLAIN.issuperset(map(type, tensors)) and not any(x.is_neg() for x in tensors)
+    # The operator's caller would see to signs that are still to be turned, and knows what has no numbers.
+    return not call.q.is_meta and _PLAIN.issuperset(map(type, tensors)) and not any(x.is_neg() for x in tensors)
 
 
 def _operator(problem: Problem) -> Any:
     """The operator, in the form that the transforms around this call can see through."""
     if torch.compiler.is_compiling():
+        # A compiler cannot ask for tangents, and would lose them: without it, whoever has none is computed.
+        if forward_ad._current_level >= 0:  # noqa: SLF001
+            raise no_forward_mode()
         return tiles
     operands = (problem.q, problem.k, problem.v, problem.mask, problem.scale, problem.sinks)
     if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in operands):  # noqa: SLF001
@@ -174,6 +177,7 @@ def _any_requires_grad(problem: Problem) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in operands)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled function no tensor has a tangent
 def _has_tangent(x: Any) -> bool:
     if not isinstance(x, Tensor):
         return False

@@ -311,8 +311,8 @@ def _(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tupl
     parts = []
     for x, place in zip(found, DIFFERENTIATED, strict=True):
         part, own = _unfold(x, size), arguments[place]
-        # What an entry shares along its batch axis (a bias, a scale) was spread over it.
-        shared = own is not None and x.numel() and batch != 1 and own.shape[0 if in_dims[place] is None else 1] == 1
+        # What an entry shares along its batch axis (a bias, a scale) was spread over it. That is the first of its own.
+        shared = own is not None and x.numel() and batch != 1 and own.shape[1 if in_dims[place] == 0 else 0] == 1
         parts.append(part.sum(1, keepdim=True) if shared else part)
     return tuple(parts), (0,) * len(parts)
 

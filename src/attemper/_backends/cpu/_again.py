@@ -29,7 +29,7 @@ class Again:
         self.kernel = address_of(planned.kernel)
         self.alone = function_at(self.kernel)
         words = self.words = planned.words.copy()
-        words[slot.TASKS], words[slot.SCRATCH_BYTES] = planned.tasks, planned.scratch
+        words[slot.TASKS], words[slot.ROOMS], words[slot.SCRATCH_BYTES] = planned.tasks, self.workers, planned.scratch
         scale = np.array([[problem.scale]])
         parts, powers = parts_of(scale, whole=planned.pairs)
         words[slot.SCALE], words[slot.POWER] = put_per_head(words, slot.SCALE_BATCH, parts), address_in_memory(powers)

@@ -448,10 +448,11 @@ def _entry(task: Any, kind: Any) -> Any:
     @kernel
     def work(address: int) -> None:
         d, f = pointer(address, int64), pointer(address, float64)
-        number = count_up(d, slot.TASK)
-        if number >= d[slot.TASKS]:
+        worker = count_up(d, slot.WORKER)
+        if worker >= d[slot.ROOMS]:
             return
-        scratch = d[slot.SCRATCH] + count_up(d, slot.WORKER) * d[slot.SCRATCH_BYTES]
+        scratch = d[slot.SCRATCH] + worker * d[slot.SCRATCH_BYTES]
+        number = count_up(d, slot.TASK)
         while number < d[slot.TASKS]:
             task(d, f, number, scratch, pointer(0, kind))
             number = count_up(d, slot.TASK)

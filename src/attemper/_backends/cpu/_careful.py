@@ -114,7 +114,7 @@ def careful_row(d: Any, f: Any, row: int, scratch: int) -> None:
     taken = 0.0
     if d[slot.SINKS] != 0:
         logit = pointer(d[slot.SINKS], float64)[batch * d[slot.SINKS_BATCH] + head * d[slot.SINKS_HEAD]]
-        if logit > -np.inf:
+        if logit != -np.inf:
             taken = 1 / (1 + np.exp(logsumexp - logit))
             denominator = total * (1 + np.exp(logit - logsumexp))
     put(d, slot.SINK_MASS, row, taken)
@@ -173,10 +173,11 @@ def write_row(address: int, kind: int, row: Any, n: int) -> None:
 def careful(address: int) -> None:
     """Take rows from the list until there are none left."""
     d, f = pointer(address, int64), pointer(address, float64)
-    number = count_up(d, slot.TASK)
-    if number >= d[slot.TASKS]:
+    worker = count_up(d, slot.WORKER)
+    if worker >= d[slot.ROOMS]:
         return
-    scratch = d[slot.SCRATCH] + count_up(d, slot.WORKER) * d[slot.SCRATCH_BYTES]
+    scratch = d[slot.SCRATCH] + worker * d[slot.SCRATCH_BYTES]
+    number = count_up(d, slot.TASK)
     while number < d[slot.TASKS]:
         careful_row(d, f, pointer(d[slot.SUSPECT], int64)[number], scratch)
         number = count_up(d, slot.TASK)

@@ -211,7 +211,7 @@ def open_backward(d: Any, f: Any, room: Any, panel: Any, batch: int, head: int, 
         passing = 1.0
         if d[slot.SINKS] != 0:
             logit = sinks[batch * d[slot.SINKS_BATCH] + own_head * d[slot.SINKS_HEAD]]
-            if logit > -np.inf:
+            if logit != -np.inf:
                 passing = 1 / (1 + np.exp(logit - float64(field_at(d, slot.LOGSUMEXP, row, like))))
             if passing < LEAST_PASSING:
                 # The output, from which the mean of dP is taken, is nearly nothing: too few digits.

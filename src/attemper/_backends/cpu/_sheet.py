@@ -201,6 +201,7 @@ def attend(request: Request, out: Operand | None, wide: int, fields: Sequence[in
         listed = np.frombuffer(desk.memory, dtype=np.int64, offset=desk.scratch + room - address_in_memory(desk.memory))
         rows = listed[:suspects].copy()
         need = -(-(16 * k.layout.shape[2] + 8 * (0 if v is None else v.layout.shape[3])) // 64) * 64
+        workers = workers_for(suspects, planned.products)
         memory = np.empty(need * workers, dtype=np.uint8)
         words[slot.SUSPECT], words[slot.SCRATCH], words[slot.SCRATCH_BYTES] = (
             address_in_memory(rows),
@@ -356,7 +357,7 @@ class _Desk(threading.local):
     def start(self, kernel: str, tasks: int, workers: int) -> None:
         """Run a kernel to its end."""
         words = self.words
-        words[slot.TASK], words[slot.WORKER], words[slot.TASKS] = 0, 0, tasks
+        words[slot.TASK], words[slot.WORKER], words[slot.TASKS], words[slot.ROOMS] = 0, 0, tasks, workers
         _threads.run(_code.address(kernel), self.address, workers)
 
 

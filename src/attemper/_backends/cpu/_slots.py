@@ -32,6 +32,7 @@ ITEM_SIZES = (4, 8, 2, 2, 1)
     FIRST_KEY_WEIGHT, SINK_MASS, OUTPUT_NORM, VISIBLE_KEYS, NONFINITE,  # the fields of the Reading
     # What follows from shapes and options.
     TASKS,
+    ROOMS,  # workers there is scratch memory for: more may turn up
     SCRATCH_BYTES,  # of one worker
     GENERAL,  # whether scores need more than bounds: a mask or a softcap
     MEASURE,  # whether anybody asked for more than the output
@@ -70,7 +71,7 @@ ITEM_SIZES = (4, 8, 2, 2, 1)
     # Floating numbers.
     SOFTCAP, SHARE_KEPT, ONE_SCALE, ONE_POWER,
     WORDS,
-) = range(112)  # fmt: skip
+) = range(113)  # fmt: skip
 
 FIELDS = (
     "max_logit", "logsumexp", "expected_score", "entropy", "largest_weight", "collision", "score_mean", "score_std",

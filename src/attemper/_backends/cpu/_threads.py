@@ -2,7 +2,8 @@
 
 After an operation torch's workers spin for some milliseconds in wait of the next. Other threads would have to share the
 cores with them; so inside a model the fastest threads are those workers themselves, and they are awake. Any number of
-workers may turn up, also one alone (inside a parallel region of somebody else): they take tasks from a counter.
+workers may turn up, also one alone (inside a parallel region of somebody else): they take tasks from a counter. Those
+for whom there is no scratch memory leave.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,12 +72,45 @@ def run(kernel: int, sheet: int, workers: int) -> None:
         # All of torch's threads, also those for which there is nothing to do: a team of another size is a new team.
         parallel(kernel, sheet, threads(), 0)
         return
-    others = [_pool(workers).submit(function_at(kernel), sheet) for _ in range(workers - 1)]
-    function_at(kernel)(sheet)
-    for other in others:
-        # A worker that has not started by now has nothing to do.
-        if not other.cancel():
-            other.result()
+    team = _Team(kernel, sheet)
+    try:
+        # At the end of a process nobody can be asked any more, and one does it all.
+        with suppress(RuntimeError):
+            for _ in range(workers - 1):
+                _pool(workers).submit(team.join)
+        function_at(kernel)(sheet)
+    finally:
+        team.dismiss()
+
+
+class _Team:
+    """Those of our own threads that work on a sheet. Whoever comes when it was dismissed does nothing."""
+
+    def __init__(self, kernel: int, sheet: int) -> None:
+        self.kernel, self.sheet = kernel, sheet
+        self.changed = threading.Condition()
+        self.at_work, self.over = 0, False
+
+    def join(self) -> None:
+        with self.changed:
+            if self.over:
+                return
+            self.at_work += 1
+        function_at(self.kernel)(self.sheet)
+        with self.changed:
+            self.at_work -= 1
+            self.changed.notify_all()
+
+    def dismiss(self) -> None:
+        """Wait until nobody is at work: the sheet is written anew for the next call, and the output is given away."""
+        try:
+            with self.changed:
+                self.over = True
+                self.changed.wait_for(lambda: not self.at_work)
+        except KeyboardInterrupt:
+            # Not before they are done, which they are in a moment.
+            self.dismiss()
+            raise
 
 
 @cache

@@ -190,7 +190,7 @@ def backward(
     if call.sinks is not None:
         sinks = call.sinks.to(wide)[..., None]
         mass = torch.where(sinks == -math.inf, 0, torch.sigmoid(sinks - saved.logsumexp))
-        to_sinks = over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks)
+        to_sinks = over_shared(-torch.where(mass == 0, 0, mass * pull), call.sinks)
     return (
         to_q,
         to_k,

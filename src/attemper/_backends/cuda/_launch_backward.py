@@ -73,7 +73,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, fl
     if call.sinks is not None:
         sinks = call.sinks.to(call.wide)[..., None]
         mass = torch.where(sinks == -math.inf, 0, torch.sigmoid(sinks - saved.logsumexp))
-        to_sinks = over_shared(-torch.where(mass > 0, mass * pull, 0), call.sinks).to(call.sinks.dtype)
+        to_sinks = over_shared(-torch.where(mass == 0, 0, mass * pull), call.sinks).to(call.sinks.dtype)
     # To a number nothing flows.
     to_scale = (
         over_shared(along, call.scale).to(call.scale.dtype) if call.number is None else torch.zeros_like(call.scale)

@@ -59,7 +59,7 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, fl
             pull = (grad_output * rows(saved.output)).sum(-1)
             if call.sinks is not None:
                 # The sink's own weight loses what the others gain.
-                add_per_head(grad_sinks, -torch.where(sink_mass > 0, sink_mass * pull, 0), call, tile)
+                add_per_head(grad_sinks, -torch.where(sink_mass == 0, 0, sink_mass * pull), call, tile)
         row = _Row(
             passing=passing,
             pull=pull,
@@ -93,6 +93,8 @@ def backward(call: Call, saved: Saved, upstream: Upstream, *, bias_too: bool, fl
                     shares = torch.where(keep, shares / (1 - call.dropout_p), 0)
                 if visible is not None:
                     grad_weights = torch.where(visible, grad_weights, 0)
+                    # What passes a sink is NaN in a row that met a NaN, and 0 times that is not 0.
+                    shares = torch.where(visible, shares, 0)
                 grad_v[tile.batch, tile.kv_heads, keys] += transposed(shares, visible, grad_output)
                 if measuring:
                     flow.add(weights, grad_weights, visible)
