@@ -474,6 +474,10 @@ def declared_by(config, **options):
     return [(v.site.declared_scale, v.site.declared_by) for v in monitor.vitals.values()]
 
 
+YARN = {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 0.7}
+STRETCH = 0.1 * 0.7 * math.log(40.0) + 1
+
+
 @pytest.mark.parametrize(
     ("config", "scales", "by"),
     [
@@ -494,6 +498,15 @@ def declared_by(config, **options):
         ({"scale_qk_dot_by_d": True}, (1 / DIM, 1 / DIM), "scale_qk_dot_by_d"),
         ({"model_type": "t5"}, (1.0, 1.0), "model_type t5"),
         ({"model_type": "gpt_neo"}, (1.0, 1.0), "model_type gpt_neo"),
+        ({"model_type": "gemma4_text"}, (1.0, 1.0), "model_type gemma4_text"),
+        ({"model_type": "inkling_text"}, (1 / DIM, 1 / DIM), "model_type inkling_text"),
+        ({"model_type": "zamba2"}, ((DIM / 2) ** -0.5,) * 2, "model_type zamba2"),
+        ({"attn_config": SimpleNamespace(softmax_scale=0.2)}, (0.2, 0.2), "softmax_scale"),
+        ({"key_multiplier": 0.4}, (0.4 * SCALE, 0.4 * SCALE), "key_multiplier"),
+        ({"qk_scale_factor": 4}, (4 * SCALE, 4 * SCALE), "qk_scale_factor"),
+        ({"pos_att_type": ["c2p", "p2c"]}, ((3 * DIM) ** -0.5,) * 2, "pos_att_type"),
+        ({"pos_att_type": ("c2p",)}, ((2 * DIM) ** -0.5,) * 2, "pos_att_type"),
+        ({"kv_lora_rank": 16, "rope_parameters": YARN}, (SCALE * STRETCH**2,) * 2, "mscale_all_dim"),
     ],
 )
 def test_what_a_configuration_declares(config, scales, by):
@@ -502,7 +515,15 @@ def test_what_a_configuration_declares(config, scales, by):
     assert {said for _, said in found} == {by}
 
 
-@pytest.mark.parametrize("config", [None, {}, {"model_type": "llama"}, {"mup": False}, {"scale_attn_weights": True}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(None, {}, {"model_type": "llama"}, {"mup": False}, {"scale_attn_weights": True}),
+        {"attn_scale": 0.1},  # Llama 4's, which is a slope over positions
+        {"rope_parameters": YARN},  # the rotary embedding's own affair, but for DeepSeek's attention
+        {"kv_lora_rank": 16, "rope_parameters": {**YARN, "rope_type": "default"}},
+    ],
+)
 def test_what_declares_nothing(config):
     assert declared_by(config) == [(None, None)] * 2
 

@@ -1,6 +1,8 @@
 """Watching Hugging Face models: sites, bits, caches, padding and the registry of attention functions."""
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ transformers = pytest.importorskip("transformers")
 from torch.nn import functional  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
-from attemper import watch  # noqa: E402
+from attemper import check, watch  # noqa: E402
+from attemper._watch._declared import UNSCALED  # noqa: E402
 
 # Importing the models meets a decorator that torch itself has outlived.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -364,3 +367,119 @@ def test_padding_of_an_encoder_does_not_leave_out_rows_of_the_decoder():
     assert cross.rows[0] == BATCH * LENGTH
     # As long as the decoder, the encoder's keys cannot be told from the decoder's own, and nothing is said of them.
     assert np.isnan(cross.padding_weight).all()
+
+
+# -- scales that are not 1/√d_k by design ------------------------------------------------------------------------------
+
+
+def made(kind, config, **settings):
+    """A model of a class that this version of transformers may not have yet."""
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    return getattr(transformers, kind)(getattr(transformers, config)(**settings))
+
+
+LATER = {**GROUPED, "head_dim": 8, "pad_token_id": 0}
+PER_LAYER = {"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+BOTH = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+
+
+def llama4():
+    return made("Llama4ForCausalLM", "Llama4TextConfig", **LATER, intermediate_size_mlp=32, num_local_experts=2), TEXT
+
+
+def gemma3n():
+    some = {**LATER, **PER_LAYER, **BOTH, "intermediate_size": [32, 32], "activation_sparsity_pattern": [0.0, 0.0]}
+    return made("Gemma3nForCausalLM", "Gemma3nTextConfig", **some, laurel_rank=4, altup_num_inputs=2), TEXT
+
+
+def gemma4():
+    return made("Gemma4ForCausalLM", "Gemma4TextConfig", **LATER, **PER_LAYER, **BOTH, global_head_dim=8), TEXT
+
+
+def pix2struct():
+    side = {"hidden_size": 32, "d_ff": 32, "d_kv": 8}
+    text = {**side, "vocab_size": 64, "num_layers": 1, "num_heads": 4}
+    vision = {**side, "patch_embed_hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = made("Pix2StructForConditionalGeneration", "Pix2StructConfig", text_config=text, vision_config=vision)
+    places = torch.arange(1.0, 5.0).repeat(2, BATCH, 1).permute(1, 2, 0)
+    patches = torch.cat([places, torch.randn(BATCH, 4, 12)], -1)
+    return model, {"flattened_patches": patches, "decoder_input_ids": IDS}
+
+
+def dia():
+    own = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    side = {**own, "hidden_size": 32, "intermediate_size": 32}
+    cross = {"cross_hidden_size": 32, "cross_num_attention_heads": 4, "cross_num_key_value_heads": 4}
+    encoder = {**side, "vocab_size": 64}
+    model = made("DiaModel", "DiaConfig", encoder_config=encoder, decoder_config={**side, **cross, "cross_head_dim": 8})
+    return model, {"input_ids": IDS, "decoder_input_ids": torch.randint(0, 60, (BATCH, 5, 9))}
+
+
+def deberta():
+    relative = {"relative_attention": True, "pos_att_type": "c2p|p2c", "max_relative_positions": 16}
+    return made("DebertaV2Model", "DebertaV2Config", **SMALL, **relative), {"input_ids": IDS}
+
+
+def deepseek():
+    ranks = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    yarn = {"rope_type": "yarn", "factor": 40.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    rotary = {"rope_parameters": {**yarn, "mscale": 1.0, "mscale_all_dim": 1.0}}
+    some = {**SMALL, **ranks, **experts, **rotary, "num_key_value_heads": 4, "moe_intermediate_size": 32}
+    return made("DeepseekV3ForCausalLM", "DeepseekV3Config", **some), TEXT
+
+
+def cvt():
+    model = made("CvtModel", "CvtConfig", embed_dim=[8, 16, 32], num_heads=[1, 2, 4], depth=[1, 2, 3])
+    return model, {"pixel_values": torch.randn(BATCH, 3, 32, 32)}
+
+
+def scale_findings(model, given):
+    return [finding for finding in check(model, **given) if finding.rule in ("scale-missing", "scale-wrong")]
+
+
+def spoil(model):
+    """What attention modules hold as their scale, doubled: it may be the fault, and is no witness."""
+    attention = [module for module in model.modules() if "Attention" in type(module).__name__]
+    held = [
+        (m, name) for m in attention for name in ("scaling", "scale") if isinstance(vars(m).get(name), (int, float))
+    ]
+    for module, name in held:
+        setattr(module, name, 2 * getattr(module, name))
+    return bool(held)
+
+
+@pytest.mark.parametrize(
+    "make", [llama4, gemma3n, gemma4, pix2struct, dia, deberta, deepseek, cvt], ids=lambda make: make.__name__
+)
+def test_a_scale_of_their_own_is_right_and_any_other_is_found(make):
+    model, given = make()
+    model.eval()
+    assert not scale_findings(model, given)
+    assert spoil(model) == (make is not deberta)
+    severities = {finding.severity for finding in scale_findings(model, given)}
+    assert severities == (set() if make is deberta else {"warning"})
+
+
+def families_without_a_scale():
+    """Of every family of transformers with a module that sets `self.scaling = 1.0`, the model_types of its parts."""
+    for code in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        ones = re.search(r"^\s+self\.scal(?:ing|e) = 1(?:\.0)?$", code.read_text(encoding="utf-8"), re.MULTILINE)
+        if ones is None:
+            continue
+        said = "".join(file.read_text(encoding="utf-8") for file in code.parent.glob("configuration_*.py"))
+        yield code.parent.name, set(re.findall(r'^    model_type(?:: str)? = "([^"]+)"', said, re.MULTILINE))
+
+
+SCALED_ELSEWHERE = {"gpt2", "decision_transformer", "esm", "evolla", "sew_d"}
+"""By flags of the configuration, on q before the rotary embedding, and a dropout's."""
+
+
+def test_every_family_that_leaves_the_scale_out_is_known():
+    unknown = {
+        family
+        for family, kinds in families_without_a_scale()
+        if family not in SCALED_ELSEWHERE and not kinds & UNSCALED
+    }
+    assert not unknown

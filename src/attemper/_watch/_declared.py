@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -13,11 +14,38 @@ from .._errors import OptionError, brief, explain
 
 Declared: TypeAlias = float | Mapping[str, float] | Callable[[str], float | None] | None
 
-UNSCALED = frozenset(("t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop", "gpt_neo"))
-"""Families whose papers or weights leave the scale out: it is in their initialisation."""
+UNSCALED = frozenset(
+    (
+        *("t5", "mt5", "umt5", "longt5", "switch_transformers", "pop2piano", "udop", "gpt_neo"),
+        *("pix2struct", "pix2struct_text_model", "pix2struct_vision_model", "dia_encoder", "dia_decoder"),
+        # These normalise q and k first.
+        *("gemma3n_text", "gemma4_text", "gemma4_vision", "gemma4_unified_text"),
+        *("diffusion_gemma_text", "embedding_gemma2_text"),
+    )
+)
+"""Families whose papers or weights leave the scale out: it is in their initialisation, or in their norms of q and k."""
 
-NUMBERS = ("attention_multiplier", "attn_scale", "attention_scale", "softmax_scale", "attention_softmax_scale")
-"""Configuration entries that are the scale itself."""
+FAMILIES: Mapping[str, Callable[[Any, int], float]] = {
+    **dict.fromkeys(UNSCALED, lambda _, head_dim: 1.0),  # noqa: ARG005
+    "inkling_text": lambda _, head_dim: 1 / head_dim,  # of a q and a k that are normalised
+    # Heads of two inputs joined, twice as wide as those of either.
+    **dict.fromkeys(("zamba", "zamba2"), lambda _, head_dim: (head_dim / 2) ** -0.5),
+    # By the width of the model, and by the number of heads: so they were trained.
+    "cvt": lambda attention, _: attention.embed_dim**-0.5,
+    "evolla": lambda attention, head_dim: (
+        (attention.num_attention_heads if "Aligner" in type(attention).__name__ else head_dim) ** -0.5
+    ),
+}
+"""By model_type, the scale of families that have one of their own; of their attention modules and head_dim.
+
+It is never what the module holds as its `scaling`: there a wrong scale would be right by its own word.
+"""
+
+NUMBERS = ("attention_multiplier", "attention_scale", "softmax_scale", "attention_softmax_scale")
+"""Configuration entries that are the scale itself. Llama 4's attn_scale is not: it is a slope over positions."""
+
+TIMES = ("key_multiplier", "qk_scale_factor")
+"""Configuration entries that are put on q or k beside 1/√d_k."""
 
 BY_WIDTH = ("mup", "use_mup", "mup_scale_qk_dot_by_d", "scale_qk_dot_by_d")
 """Configuration flags that mean 1/d_k, as maximal update parametrisation has it."""
@@ -38,27 +66,55 @@ def declared_scale(
 
 
 def _by_entry(config: Any, path: str, module: nn.Module, head_dim: int) -> tuple[float, str] | None:
+    root = head_dim**-0.5
     for name in NUMBERS:
-        value = getattr(config, name, None)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value), name
-    scalar = getattr(config, "query_pre_attn_scalar", None)
-    if isinstance(scalar, (int, float)) and scalar > 0:
-        return float(scalar) ** -0.5, "query_pre_attn_scalar"
+        for holder in (config, getattr(config, "attn_config", None)):
+            if (value := _number(holder, name)) is not None:
+                return value, name
+    scalar = _number(config, "query_pre_attn_scalar")
+    if scalar is not None and scalar > 0:
+        return scalar**-0.5, "query_pre_attn_scalar"
+    for name in TIMES:
+        if (value := _number(config, name)) is not None:
+            return value * root, name
     for name in BY_WIDTH:
         if getattr(config, name, None) is True:
             return 1 / head_dim, name
-    kind = getattr(config, "model_type", None)
-    if kind in UNSCALED:
-        return 1.0, f"model_type {kind}"
+    terms = getattr(config, "pos_att_type", None)
+    if terms is not None:
+        # DeBERTa's scores are a sum of up to three products, one of the contents and two with positions.
+        return root / (1 + sum(term in terms for term in ("c2p", "p2c"))) ** 0.5, "pos_att_type"
+    stretch = _yarn(config)
+    if stretch != 1:
+        return root * stretch**2, "mscale_all_dim"
+    kind = str(getattr(config, "model_type", None))
+    family = FAMILIES.get(kind)
+    if family is not None:
+        return family(module, head_dim), f"model_type {kind}"
     weights, by_layer = (getattr(config, f"scale_attn_{name}", None) for name in ("weights", "by_inverse_layer_idx"))
     if weights is False or by_layer is True:
-        base, said = (1.0, "scale_attn_weights") if weights is False else (head_dim**-0.5, "")
+        base, said = (1.0, "scale_attn_weights") if weights is False else (root, "")
         if by_layer is True:
             base /= layer_index(path, module) + 1
             said = "scale_attn_by_inverse_layer_idx"
         return base, said
     return None
+
+
+def _yarn(config: Any) -> float:
+    """What DeepSeek's attention takes for longer texts twice into its scale, in place of the rotary embedding."""
+    rotary = getattr(config, "rope_parameters", None)
+    if getattr(config, "kv_lora_rank", None) is None or not isinstance(rotary, Mapping):
+        return 1.0
+    slope, factor = rotary.get("mscale_all_dim"), rotary.get("factor")
+    if not slope or not factor or factor <= 1 or rotary.get("rope_type", "default") == "default":
+        return 1.0
+    return 0.1 * float(slope) * math.log(factor) + 1.0
+
+
+def _number(config: Any, name: str) -> float | None:
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def said_by_caller(declared: Declared, path: str) -> float | None:
