@@ -962,6 +962,81 @@ def test_a_layer_that_does_not_heed_the_mask(way, layer):
     assert 0.05 < checkup.findings[0].evidence["padding_weight"] < 0.5
 
 
+class Masked(Model):
+    """Takes its mask as a bias or as what to keep, however it is shaped, unless it is deaf to it."""
+
+    def __init__(self, deaf=False):
+        super().__init__()
+        self.deaf = deaf
+
+    def forward(self, x, attention_mask):
+        for layer in self.layers:
+            mask = attention_mask if attention_mask.shape == (x.shape[1],) * 2 else attention_mask[:, None, None]
+            q, k, v = layer.qkv(x).unflatten(-1, (3, HEADS, WIDTH)).permute(2, 0, 3, 1, 4).unbind(0)
+            output = functional.scaled_dot_product_attention(q, k, v, attn_mask=None if self.deaf else mask)
+            x = x + layer.out(output.transpose(1, 2).flatten(2))
+        return x
+
+
+def additive(mask, lowest=-1e9):
+    return torch.zeros(mask.shape).masked_fill(~mask, lowest)
+
+
+def padded_to(length, short, sequences=5):
+    """Of which the second sequence has `short` tokens, and the last one less."""
+    mask = torch.ones(sequences, length, dtype=torch.bool)
+    mask[1, short:] = mask[-1, -1:] = False
+    return mask
+
+
+@pytest.mark.parametrize("lowest", [-1e9, -math.inf, torch.finfo(torch.float32).min])
+def test_what_an_additive_mask_hides_is_padding(lowest):
+    mask = additive(padded_to(12, 8), lowest)
+    healthy = check(Masked(), batch(), attention_mask=mask)
+    assert grave(healthy) == []
+    assert healthy.vitals[0].rows.tolist() == [5 * 12 - 5] * HEADS
+    assert (healthy.vitals[0].padding_weight == 0).all()
+    assert [rule for rule, _, _ in grave(check(Masked(deaf=True), batch(), attention_mask=mask))] == ["mask-leak"]
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(5, 12), torch.linspace(-3, 0, 60).reshape(5, 12)])
+def test_a_bias_that_hides_nothing_is_about_no_padding(mask):
+    checkup = check(Masked(), batch(), attention_mask=mask)
+    assert grave(checkup) == []
+    assert checkup.vitals[0].rows.tolist() == [5 * 12] * HEADS
+
+
+CAUSAL = torch.ones(7, 7, dtype=torch.bool).tril()
+SQUARES = {
+    "causal": CAUSAL,
+    "window": CAUSAL.triu(-2),
+    "blocks": torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool(),
+    "prefix": CAUSAL | (torch.arange(7) < 4),
+    "backwards": CAUSAL.mT,
+}
+
+
+@pytest.mark.parametrize("floats", [False, True])
+@pytest.mark.parametrize("name", SQUARES)
+def test_a_mask_of_queries_and_keys_is_not_about_padding(name, floats):
+    """As many sequences as tokens, so that its shape does not tell."""
+    mask = SQUARES[name]
+    checkup = check(Masked(), batch(7, 7), attention_mask=additive(mask) if floats else mask)
+    assert grave(checkup) == []
+    assert checkup.vitals[0].rows.tolist() == [7 * 7] * HEADS
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_of_as_many_sequences_as_tokens(side):
+    mask = padded_to(7, 4, sequences=7)
+    mask = mask.flip(-1) if side == "left" else mask
+    heard = check(Model(), batch(7, 7), attention_mask=mask.float())
+    assert heard.vitals[0].rows.tolist() == [7 * 7 - 4] * HEADS
+    deaf = Model()
+    deaf.layers[1].heed = False
+    assert [rule for rule, _, _ in grave(check(deaf, batch(7, 7), attention_mask=mask.float()))] == ["mask-leak"]
+
+
 @pytest.mark.parametrize("name", ["multihead", "encoder", "encoder layer"])
 def test_a_mask_that_does_not_reach_torchs_modules(name):
     class Deaf(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .._vitals import Site
 from ._declared import Declared, declared_scale, said_by_caller
 from ._lineage import Origin, tensors
+from ._record import HIDING
 
 ROOT = "(root)"
 """The path of a call that the watched module itself makes."""
@@ -115,9 +116,32 @@ def look_at_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     for name, keeps in PADDING_MASKS.items():
         mask = named.get(name)
         if isinstance(mask, Tensor) and mask.dim() == 2 and (keeps or mask.dtype == torch.bool):
-            padding = mask == 0 if keeps else mask
-            return sequences, padding if bool(padding.any()) else None
+            padding = _hidden(mask) if keeps else mask
+            return sequences, padding if bool(padding.any()) and _by_sequence(padding) else None
     return sequences, None
+
+
+def _hidden(mask: Tensor) -> Tensor:
+    """What a mask leaves out, be it ones for what to keep or numbers to add."""
+    if mask.is_floating_point() and (bool((mask < 0).any()) or not bool(mask.any())):
+        return mask <= HIDING
+    return mask == 0
+
+
+def _by_sequence(padding: Tensor) -> bool:
+    """Whether a mask is of (batch, keys), though one of (queries, keys) may have its shape."""
+    rows, keys = padding.shape
+    if rows != keys:
+        return True
+    kept = ~padding
+    lengths = kept.sum(-1)
+    place = torch.arange(keys, device=kept.device)
+    right, left = (kept == (x < lengths[:, None]) for x in (place, place.flip(0)))
+    if not bool((right | left).all(-1).all()):
+        return False  # no padding leaves gaps
+    # Queries see themselves, and those that come later see more, or less.
+    steps = lengths.diff()
+    return not (bool(kept.diagonal().all()) and bool((steps >= 0).all() | (steps <= 0).all()))
 
 
 def list_unseen(entered: Collection[str], seen: Collection[str], unseen: Collection[str]) -> dict[str, str]:
