@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -695,6 +696,25 @@ def test_a_probe_of_operands_by_keyword():
     assert len({loss for _, loss in checkup.probe}) == 5
 
 
+class ByHand(nn.Module):
+    """Attention that is not seen: its softmax is written out too."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        e = (q @ k.mT / DIM**0.5).exp()
+        return e / e.sum(-1, keepdim=True) @ v
+
+
+@pytest.mark.parametrize("model", [nn.Linear(DIM, DIM), ByHand()], ids=["no attention", "unseen attention"])
+def test_a_probe_that_would_multiply_nothing(model):
+    with pytest.raises(OptionError, match="none was read"):
+        check(model, batch(), loss=loss_of, probe=True)
+
+
 # -- progress --------------------------------------------------------------------------------------------------------
 
 
@@ -794,6 +814,7 @@ def test_a_checkup_of_a_broken_model_survives_json(tmp_path):
         model.layers[0].qkv.weight[:] = math.nan
     checkup = check(model, batch(), loss=loss_of, probe=True)
     assert math.isnan(checkup.loss)
+    assert re.search(r"loss +not a number", str(checkup))
     record = json.loads(json.dumps(checkup.to_dict(), allow_nan=False))
     assert Checkup.from_dict(record).to_dict() == checkup.to_dict()
     for suffix in (".html", ".json", ".md"):

@@ -895,6 +895,20 @@ def test_a_probe_that_finds_a_lower_loss(losses, trained, rule):
         assert finding.evidence["loss_as_it_is"] == 2.7
 
 
+@pytest.mark.parametrize(
+    ("losses", "rule"),
+    [
+        ({0.5: -2.0, 1.0: -2.7, 2.0: -2.5}, None),  # least as it is
+        ({0.5: -2.74, 1.0: -2.7, 2.0: -2.5}, None),  # hardly less
+        ({0.5: -2.8, 1.0: -2.7, 2.0: -2.5}, "cold"),
+        ({0.5: 0.0, 1.0: 0.0, 2.0: 0.0}, None),
+        ({0.5: 0.0, 1.0: 0.0, 2.0: -1.0}, "hot"),
+    ],
+)
+def test_a_probe_of_losses_that_are_negative(losses, rule):
+    assert [f.rule for f in of_probe(list(losses.items()), True)] == ([] if rule is None else [rule])
+
+
 def test_vitals_by_path_are_vitals():
     layers = [healthy(f"layers.{n}", effective_scale=1.0) for n in range(3)]
     by_path = {v.site.path: v for v in layers}

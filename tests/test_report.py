@@ -318,6 +318,39 @@ def test_the_least_loss_of_the_probe():
     assert shown["reading"] == "The loss is least with every scale multiplied by 0.5."
 
 
+@pytest.mark.parametrize(
+    ("losses", "reading"),
+    [
+        ((2.0, 2.0, 2.0), "The loss is the same at every scale: it does not tell which is best."),
+        ((2.0, 2.0, 3.0), "The loss is as low with every scale multiplied by 0.5 as by 1."),
+        ((2.0, None, None), "One loss alone does not tell where the least is."),
+        ((2.0, "nan", "inf"), "One loss alone does not tell where the least is."),
+        (("nan", None, "inf"), "No loss was finite."),
+    ],
+)
+def test_a_tie_of_the_probe_is_not_the_least(losses, reading):
+    probe = [{"factor": f, "loss": x} for f, x in zip((0.5, 1.0, 2.0), losses, strict=True)]
+    record = checkup(probe=probe)
+    shown = _view.view(record)["probe"]
+    assert (shown["least"], shown["reading"]) == (None, reading)
+    for name in ("markdown", "text", "rich"):
+        assert " ".join(RENDERINGS[name](record).split()).count(reading) == 1
+
+
+def test_the_probe_says_what_it_left_alone():
+    shown = _view.view(checkup(unseen={"layers.9": "by hand"}))["probe"]
+    assert shown["reading"].endswith("model's own scale. What could not be read kept the scale it has.")
+
+
+@pytest.mark.parametrize(("loss", "text"), [(None, "not measured"), (math.nan, "not a number"), (math.inf, "∞")])
+def test_a_loss_that_is_no_number_is_not_one_that_was_not_measured(loss, text):
+    found = _checkup.Checkup(model={}, vitals=(), findings=(), loss=loss)
+    [shown] = [n["value"] for n in _view.view(found.to_dict())["numbers"] if n["label"] == "Loss"]
+    assert shown == text
+    again = _checkup.Checkup.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False)))
+    assert again.loss == pytest.approx(loss, nan_ok=True)
+
+
 def test_scales_are_compared_with_their_reference():
     sites = [vital("layers.0.attn", 2), vital("layers.1.attn", 2, declared_scale=0.25)]
     sites[0]["site"]["effective_scale"] = [0.125, 0.5]

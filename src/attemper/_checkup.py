@@ -67,11 +67,11 @@ class Checkup:
             "model": dict(self.model),
             "inputs": self.inputs,
             "sequences": self.sequences,
-            "loss": to_plain(self.loss),
+            "loss": _loss(self.loss),
             "pressure": to_plain(self.pressure),
             "pressure_error": to_plain(self.pressure_error),
             "sequence_pressure": to_plain(list(self.sequence_pressure)),
-            "probe": [{"factor": factor, "loss": to_plain(loss)} for factor, loss in self.probe],
+            "probe": [{"factor": factor, "loss": _loss(loss)} for factor, loss in self.probe],
             "findings": [finding.to_dict() for finding in self.findings],
             "unseen": dict(self.unseen),
             "vitals": [
@@ -128,6 +128,11 @@ class Checkup:
         from .report import to_rich
 
         return to_rich(self.to_dict())
+
+
+def _loss(value: float | None) -> Any:
+    """Plain, with a word for NaN: None is a loss that was not measured."""
+    return "nan" if value is not None and np.isnan(value) else to_plain(value)
 
 
 def _number(value: Any) -> float:

@@ -231,7 +231,7 @@ def of_probe(losses: Sequence[tuple[float, float]], trained: bool | None) -> Ite
     if not trained or 1.0 not in at or not all(map(math.isfinite, at.values())):
         return
     best = min(at, key=lambda factor: at[factor])
-    if at[best] >= at[1.0] * (1 - PROBE_GAIN):
+    if at[1.0] - at[best] <= PROBE_GAIN * abs(at[1.0]):
         return
     cold = best < 1
     yield found(

@@ -152,6 +152,9 @@ class _Run:
         if value is None:
             fix = "Pass loss=, or labels to a model that returns its loss."
             raise OptionError(explain("A probe compares losses, and there is no loss.", fix))
+        if not self.sites:
+            fix = "Leave probe=False; then `unseen` lists what looks like attention and could not be read."
+            raise OptionError(explain("A probe multiplies the scales of attention, and none was read.", fix))
         found = []
         for done, factor in enumerate(FACTORS):
             self.progress("probe", done, len(FACTORS))

@@ -50,7 +50,7 @@ def view(record: Mapping[str, Any]) -> dict[str, Any]:
         "site_fields": [{"name": name, "label": label} for name, label, _ in SITE_TERMS],
         "table": _table(places, vitals),
         "pressure": pressure,
-        "probe": _probe(record["probe"]),
+        "probe": _probe(record["probe"], bool(record["unseen"])),
         "unseen": [{"path": path, "why": why} for path, why in record["unseen"].items()],
         "glossary": [{"label": t.label, "name": t.name, "meaning": t.meaning} for t in TERMS if _measured(t, vitals)],
         "missing": MISSING,
@@ -212,22 +212,31 @@ def _pressure(record: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _probe(points: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def _probe(points: Sequence[Mapping[str, Any]], unread: bool) -> dict[str, Any] | None:
     taken = sorted(points, key=lambda p: float(p["factor"]))
     if not taken:
         return None
     losses = [finite(p["loss"]) for p in taken]
     texts = aligned([p["loss"] for p in taken])
     measured = [loss for loss in losses if loss is not None]
-    least = losses.index(min(measured)) if measured else None
-    if least is None:
+    lowest = [i for i, loss in enumerate(losses) if measured and loss == min(measured)]
+    # Neither a loss alone nor one of several alike is the least.
+    least = lowest[0] if len(lowest) == 1 and len(measured) > 1 else None
+    factors = [number(float(taken[i]["factor"]), 3) for i in lowest]
+    if not measured:
         reading = "No loss was finite."
     elif len(measured) == 1:
         reading = "One loss alone does not tell where the least is."
+    elif len(lowest) == len(measured):
+        reading = "The loss is the same at every scale: it does not tell which is best."
+    elif least is None:
+        reading = f"The loss is as low with every scale multiplied by {' as by '.join(factors)}."
     elif taken[least]["factor"] == 1:
         reading = "The loss is least at the model's own scale."
     else:
-        reading = f"The loss is least with every scale multiplied by {number(float(taken[least]['factor']), 3)}."
+        reading = f"The loss is least with every scale multiplied by {factors[0]}."
+    if unread:
+        reading += " What could not be read kept the scale it has."
     return {
         "points": [
             {**p, "text": number(float(p["factor"]), 3), "loss_text": text}

@@ -57,7 +57,7 @@ export function asPython(value, indent = "") {
   if (value === null || value === undefined) return "None";
   if (value === true) return "True";
   if (value === false) return "False";
-  if (value === "inf" || value === "-inf") return `float("${value}")`;
+  if (value === "inf" || value === "-inf" || value === "nan") return `float("${value}")`;
   if (typeof value !== "object") return JSON.stringify(value);
   const list = Array.isArray(value);
   const inner = `${indent}    `;

@@ -86,12 +86,12 @@ function figure(name, node, ...rest) {
   return el("figure", {}, name && el("figcaption", {}, el("code", {}, name)), node, ...rest);
 }
 
-/** Loss against the factor on every scale; the least is ringed. */
+/** Loss against the factor on every scale; the least is ringed. Nothing where no loss was finite. */
 export function probePlot(view) {
   const node = el("div", { class: "plot" });
   const points = view.probe.points.map((p) => ({ ...p, value: real(p.loss) }));
   const seen = points.filter((p) => Number.isFinite(p.value));
-  if (!seen.length) return el("p", { class: "lead" }, "No loss was finite.");
+  if (!seen.length) return null; // the section's first line says so
   const losses = seen.map((p) => p.value);
   const [low, high] = [Math.min(...losses), Math.max(...losses)];
   const room = (high - low || Math.abs(high) || 1) * 0.14;
@@ -120,9 +120,11 @@ export function probePlot(view) {
       root.append(svg("circle", { cx: x(p.factor), cy: y(p.value), r: 4, class: p === least ? "dot least" : "dot point" }));
     });
     for (const p of points.filter((q) => q.value === Infinity)) root.append(label(x(p.factor), box.top + 8, "middle", "∞", "mark"));
-    const side = x(least.factor) > (box.left + box.right) / 2 + 20 ? "end" : "start";
-    const shift = side === "end" ? -15 : 15;
-    root.append(label(x(least.factor) + shift, y(least.value) + 16, side, `least: ${least.loss_text}`, "mark"));
+    if (least) {
+      const side = x(least.factor) > (box.left + box.right) / 2 + 20 ? "end" : "start";
+      const shift = side === "end" ? -15 : 15;
+      root.append(label(x(least.factor) + shift, y(least.value) + 16, side, `least: ${least.loss_text}`, "mark"));
+    }
     points.forEach((p, i) => {
       const from = i ? (x(points[i - 1].factor) + x(p.factor)) / 2 : box.left;
       const to = i < points.length - 1 ? (x(points[i + 1].factor) + x(p.factor)) / 2 : box.right;
