@@ -31,6 +31,9 @@ def make():
 def clash():
     return nn.Identity(), {"loss": torch.ones(1)}
 
+def ends():
+    raise SystemExit(3)
+
 def wrong():
     return nn.Linear(3, 4), torch.ones(2, 5)
 
@@ -132,6 +135,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
+            (["zoo:ends"], "attemper: zoo:ends() raised SystemExit.\n  3\n"),
             (
                 ["zoo:none"],
                 "attemper: zoo has no none.\n  Name a function in it that returns a model.\n",

@@ -439,6 +439,8 @@ class TestFactory:
                 "park:make is int 3, not a function.\n  Name a function without arguments that returns a model.",
             ),
             ("park:make", "def make(): raise OSError('no disk')\n", "park:make() raised OSError.\n  no disk"),
+            ("park:make", "def make(): raise SystemExit(3)\n", "park:make() raised SystemExit.\n  3"),
+            ("park:make", "import sys\nsys.exit('bye')\n", "Importing park raised SystemExit.\n  bye"),
             (
                 "park:make",
                 "def make(): return 3\n",

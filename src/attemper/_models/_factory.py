@@ -80,7 +80,7 @@ def _call(target: str) -> Any:
                 f"{module_name} imports {missing}, which is not installed.", f"pip install {missing.partition('.')[0]}"
             )
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself must not end us, with a status of its own
         raise OptionError(
             explain(f"Importing {module_name} raised {type(error).__name__}.", first_line(str(error)))
         ) from error
@@ -97,5 +97,5 @@ def _call(target: str) -> Any:
         raise OptionError(explain(f"{target} is {type(factory).__name__} {brief(factory)}, not a function.", fix))
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise OptionError(explain(f"{target}() raised {type(error).__name__}.", first_line(str(error)))) from error
