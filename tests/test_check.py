@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from attemper import Checkup, FrameworkError, OptionError, check  # noqa: E402
+from attemper import Checkup, FrameworkError, OptionError, check, watch  # noqa: E402
 
 DIM, HEADS, WIDTH = 48, 6, 8  # 1/√48 is not half of 1/√8, as 1/√32 would be; an even head count has a fast path
 ROOT = WIDTH**-0.5
@@ -895,6 +895,50 @@ def test_a_scale_that_the_caller_declares(declared):
 def test_a_declaration_that_is_none(declared):
     with pytest.raises(OptionError, match="declared_scale"):
         check(Model(), batch(), declared_scale=declared)
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        (0.0, r"declared_scale is 0\.0\.\n  Pass a finite number other than 0\."),
+        (math.nan, "declared_scale is nan"),
+        (math.inf, "declared_scale is inf"),
+        (True, "declared_scale is True"),
+        ({"layers.1": "big"}, r"declared_scale\['layers\.1'\] is 'big'"),
+        ({"layers.1": 0}, r"declared_scale\['layers\.1'\] is 0"),
+        ({"layer.1": 1.0}, r"declared_scale names 'layer\.1', which is no module .*\n  Did you mean 'layers\.1'\?"),
+        ({"nope": 1.0}, r"which is no module of the model\.\n  Name a module as named_modules does, or '\(root\)'"),
+        ({5: 1.0}, "declared_scale names 5"),
+    ],
+)
+def test_a_declaration_that_cannot_be_meant(declared, message):
+    for use in (check, watch):
+        with pytest.raises(OptionError, match=message):
+            use(Model(), *([batch()] if use is check else []), declared_scale=declared)
+
+
+@pytest.mark.parametrize("said", ["big", 0.0, math.nan])
+def test_a_declaring_function_that_returns_no_scale_is_named(said):
+    checkup = check(Model(), batch(), declared_scale=lambda path: said if path == "layers.1" else None)
+    assert list(checkup.unseen) == ["layers.1"]
+    assert f"declared_scale('layers.1') is {said!r}" in checkup.unseen["layers.1"]
+    assert [v.site.path for v in checkup.vitals] == ["layers.0", "layers.2"]
+
+
+@pytest.mark.parametrize("number", [np.float32(ROOT), np.float64(ROOT)])
+def test_a_declaration_by_numpy(number):
+    for declared in (number, {"layers.0": number, "layers.1": None}, lambda path: number):
+        checkup = check(Model(), batch(), declared_scale=declared)
+        assert checkup.vitals[0].site.declared_scale == pytest.approx(ROOT)
+        assert checkup.worst() is None
+
+
+def test_a_declaration_for_the_model_itself_and_for_a_compiled_one():
+    attention = Attention("sdpa")
+    attention.scale = 1.0
+    assert check(attention, batch(), declared_scale={"(root)": 1.0}).worst() is None
+    compiled = torch.compile(Model(), backend="eager")
+    assert check(compiled, batch(), declared_scale={"layers.0": ROOT}).worst() is None
 
 
 # -- planted faults --------------------------------------------------------------------------------------------------

@@ -895,6 +895,11 @@ def test_a_probe_that_finds_a_lower_loss(losses, trained, rule):
         assert finding.evidence["loss_as_it_is"] == 2.7
 
 
+@pytest.mark.parametrize("declared", [0.0, math.nan, math.inf])
+def test_a_declared_scale_that_is_none_says_nothing(declared):
+    assert diagnose([healthy("attn", declared_scale=declared)]) == []
+
+
 @pytest.mark.parametrize(
     ("losses", "rule"),
     [

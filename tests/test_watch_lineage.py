@@ -519,6 +519,7 @@ def test_what_a_configuration_declares(config, scales, by):
     "config",
     [
         *(None, {}, {"model_type": "llama"}, {"mup": False}, {"scale_attn_weights": True}),
+        {"attention_multiplier": 0.0},
         {"attn_scale": 0.1},  # Llama 4's, which is a slope over positions
         {"rope_parameters": YARN},  # the rotary embedding's own affair, but for DeepSeek's attention
         {"kv_lora_rank": 16, "rope_parameters": {**YARN, "rope_type": "default"}},

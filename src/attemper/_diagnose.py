@@ -81,9 +81,10 @@ class _Mistake:
 
 
 def expected_scale(site: Site) -> float | None:
-    """What the scale should be: as declared, else 1/√d_k of the width that leaves the projection."""
+    """What the scale should be: as declared, else 1/√d_k of the width that leaves the projection; None: not known."""
     if isinstance(site.declared_scale, (int, float)):
-        return float(site.declared_scale)
+        scale = float(site.declared_scale)
+        return scale if math.isfinite(scale) and scale != 0 else None
     width = site.projected_head_dim or site.head_dim
     return None if site.declared_scale is not None or not width else width**-0.5
 

@@ -69,7 +69,7 @@ def check(
     if given is not None and not callable(given):
         fix = "Pass a function of the model's output that returns one number."
         raise OptionError(explain(f"loss is {brief(given)}.", fix))
-    require_declared(declared_scale)
+    require_declared(declared_scale, model)
     run = _Run(model, inputs, kwargs, loss, declared_scale, progress)
     with _at_rest(model):
         session, value = run.read()

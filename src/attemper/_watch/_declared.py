@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from numbers import Real
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
 
 from .._errors import OptionError, brief, explain
+
+ROOT = "(root)"
+"""The path of a call that the watched module itself makes."""
 
 Declared: TypeAlias = float | Mapping[str, float] | Callable[[str], float | None] | None
 
@@ -114,24 +119,52 @@ def _yarn(config: Any) -> float:
 
 def _number(config: Any, name: str) -> float | None:
     value = getattr(config, name, None)
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return float(value) if _is_number(value) and _is_scale(value) else None
+
+
+def _is_number(value: object) -> TypeGuard[Real]:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_scale(value: Real) -> bool:
+    return math.isfinite(value) and value != 0
 
 
 def said_by_caller(declared: Declared, path: str) -> float | None:
     """What the caller declared for a path: a number for all, by path, or a function of the path."""
-    if declared is None or isinstance(declared, (int, float)):
-        return None if declared is None else float(declared)
-    if isinstance(declared, Mapping):
-        return declared.get(path)
-    return declared(path)
+    if callable(declared):
+        said = declared(path)
+        return None if said is None else _required(f"declared_scale({path!r})", said)
+    said = declared.get(path) if isinstance(declared, Mapping) else declared
+    return None if said is None else float(said)
 
 
-def require_declared(declared: Any) -> None:
-    """A number, a dict by path or a function of the path, or an error."""
-    number = isinstance(declared, (int, float)) and not isinstance(declared, bool)
-    if declared is not None and not number and not isinstance(declared, Mapping) and not callable(declared):
+def require_declared(declared: Any, model: nn.Module) -> None:
+    """A number, a dict by path of the model or a function of the path, or an error."""
+    if declared is None or callable(declared):
+        return
+    if not isinstance(declared, Mapping):
+        _required("declared_scale", declared)
+        return
+    # As Sites are named: without what torch.compile wraps around.
+    names = (name for name, _ in model.named_modules(remove_duplicate=False))
+    known = {".".join(part for part in name.split(".") if part != "_orig_mod") or ROOT for name in names}
+    for path, scale in declared.items():
+        if path not in known:
+            near = difflib.get_close_matches(str(path), known, n=1)
+            fix = f"Did you mean {near[0]!r}?" if near else f"Name a module as named_modules does, or {ROOT!r}."
+            raise OptionError(explain(f"declared_scale names {brief(path)}, which is no module of the model.", fix))
+        if scale is not None:
+            _required(f"declared_scale[{path!r}]", scale)
+
+
+def _required(said: str, value: Any) -> float:
+    if not _is_number(value):
         fix = "Pass a number, a dict of numbers by path, or a function of the path."
-        raise OptionError(explain(f"declared_scale is {brief(declared)}.", fix))
+        raise OptionError(explain(f"{said} is {brief(value)}.", fix))
+    if not _is_scale(value):
+        raise OptionError(explain(f"{said} is {brief(value)}.", "Pass a finite number other than 0."))
+    return float(value)
 
 
 def layer_index(path: str, module: nn.Module) -> int:

@@ -81,7 +81,7 @@ class Monitor:
         if not isinstance(callbacks, (tuple, list)) or not all(map(callable, callbacks)):
             fix = "Pass a list of functions of the Monitor."
             raise OptionError(explain(f"callbacks is {brief(callbacks)}.", fix))
-        require_declared(declared_scale)
+        require_declared(declared_scale, model)
         self.model = model
         self.every = every
         self.micro_batches = micro_batches

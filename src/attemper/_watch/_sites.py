@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from .._vitals import Site
+from ._declared import ROOT as ROOT
 from ._declared import Declared, declared_scale, said_by_caller
 from ._lineage import Origin, tensors
 from ._record import HIDING
-
-ROOT = "(root)"
-"""The path of a call that the watched module itself makes."""
 
 LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
 PADDING_MASKS = {
