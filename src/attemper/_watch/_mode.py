@@ -17,7 +17,16 @@ from .._reading import Reading
 from . import _own
 from ._foreign import FOREIGN, flex_scores
 from ._lineage import Projected, Scores, Weights, tensors, version
-from ._record import Record, Written, await_gradients, hide_minima, read_beside, when_differentiated
+from ._record import (
+    Record,
+    Written,
+    await_gradients,
+    hide_minima,
+    pressure_of,
+    read_beside,
+    when_differentiated,
+    when_handed_back,
+)
 from ._shapes import Four, four_axes, head_count, kind_of, shaped
 
 if TYPE_CHECKING:
@@ -124,13 +133,16 @@ class Mode(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> None:
         session = self.session
-        call = Four(query, key, value, output, attn_mask, head_count(session.place[1]))
+        # In the type in which it was computed, which autocast may have chosen.
+        q, k, v = (x.detach().to(output.dtype) for x in (query, key, value))
+        call = Four(q, k, v, output, attn_mask, head_count(session.place[1]))
         options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         record = self.of_operands(call.q, call.k, kind="sdpa", mask=call.mask, options=options, traced=(query, key))
         record.look_at_output(call.output)
         if torch.is_grad_enabled():
             fit = functools.partial(shaped, call.q)
-            await_gradients(record, session, query, output, fit, call, options)
+            others = tensors((key, value, attn_mask), {})
+            await_gradients(record, session, query, others, output, fit, call, options)
         session.add(record)
 
     def _inside(self, args: Any, kwargs: Any) -> Tensor:
@@ -247,12 +259,13 @@ class Mode(TorchFunctionMode):
         )
         scores, product = flex_scores(*args, **kwargs)
         record = Record(site, Written(scores, query, key, product, scale, None).read(), of_model=session.sequences)
-        record.look_at_output(result[0] if isinstance(result, tuple) else result)
+        output = result[0] if isinstance(result, tuple) else result
+        record.look_at_output(output)
 
         def of_q(grad: Tensor) -> None:
-            record.pressure = (query.detach().float() * grad.detach().float()).sum(-1)
+            record.pressure = pressure_of(query, grad)
 
-        when_differentiated(record, query, session, of_q)
+        when_handed_back(record, query, tensors(args[1:], kwargs), output, session, of_q)
         session.add(record)
 
     def of_operands(

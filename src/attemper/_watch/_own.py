@@ -27,7 +27,7 @@ def reheated(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
 
 
 def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tensor, ...]) -> Record:
-    """The Record of one call, which waits for the gradients of q and of the output."""
+    """The Record of one call, which waits for the gradient of its output."""
     *operands, _stats, road = arguments
     call = Call(*operands)
     detached: list[Any] = [x.detach() if isinstance(x, Tensor) else x for x in call]
@@ -60,14 +60,11 @@ def record_own(session: Session, arguments: tuple[Any, ...], result: tuple[Tenso
         return record
     record.look_at_output(result[0])
 
-    def of_q(grad: Tensor) -> None:
-        record.pressure = (plain.q.float() * grad.detach().float()).sum(-1)
-
     def of_output(grad: Tensor) -> None:
-        again = same._replace(q=same.q.requires_grad_())
-        record.gradient_flow = _read(again, ("gradient_flow", "pressure"), road, grad).gradient_flow
+        # With the seed of the call, and so with what it dropped.
+        again = _read(same._replace(q=same.q.requires_grad_()), ("gradient_flow", "pressure"), road, grad)
+        record.pressure, record.gradient_flow = again.pressure, again.gradient_flow
 
-    when_differentiated(record, call.q, session, of_q)
     when_differentiated(record, result[0], session, of_output)
     return record
 

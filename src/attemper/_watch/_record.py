@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 
 from .._attend import attend, read
 from .._reading import Reading, changed
@@ -129,25 +130,33 @@ def await_gradients(
     record: Record,
     listener: Listener,
     query: Tensor,
+    others: Sequence[Tensor],
     output: Tensor,
     shaped: Callable[[Tensor], Tensor],
     call: Any,
     options: dict[str, Any],
 ) -> None:
-    """Wait for the gradients of q, which give the pressure, and of the output, which give the gradient flow.
+    """Wait for what the call hands back to q, which gives the pressure, and for the gradient of its output.
 
-    `shaped` brings what has the model's shape into that of `call`, whose q, k, v and mask have four axes.
+    That gives the gradient flow, and the pressure where the other is not to be had: as it is without dropout. `others`
+    are the operands beside q; `shaped` brings what has the model's shape into that of `call`, whose q, k, v and mask
+    have four axes.
     """
 
     def of_q(grad: Tensor) -> None:
-        # ⟨q, ∂L/∂q⟩ is the gradient to the log of the scale: q and the scale enter only as their product.
-        record.pressure = (call.q.detach().float() * shaped(grad.detach()).float()).sum(-1)
+        record.pressure = pressure_of(call.q, shaped(grad.detach()))
 
     def of_output(grad: Tensor) -> None:
-        record.gradient_flow = replay(call.q, call.k, call.v, shaped(grad.detach()), call.mask, options).gradient_flow
+        reading = replay(call.q, call.k, call.v, shaped(grad.detach()), call.mask, options)
+        record.pressure, record.gradient_flow = reading.pressure, reading.gradient_flow
 
-    when_differentiated(record, query, listener, of_q)
     when_differentiated(record, output, listener, of_output)
+    when_handed_back(record, query, others, output, listener, of_q)
+
+
+def pressure_of(q: Tensor, grad: Tensor) -> Tensor:
+    """⟨q, ∂L/∂q⟩ is the gradient to the log of the scale: q and the scale enter only as their product."""
+    return (q.detach().float() * grad.detach().float()).sum(-1)
 
 
 def replay(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Reading:
@@ -160,8 +169,17 @@ def replay(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None, o
     return reading
 
 
-def when_differentiated(record: Record, tensor: Tensor, listener: Listener, hook: Callable[[Tensor], None]) -> None:
-    """Call the hook with the gradient of a tensor; its failure is noted, never raised into the backward pass."""
+def when_differentiated(
+    record: Record,
+    tensor: Tensor,
+    listener: Listener,
+    hook: Callable[[Tensor], None],
+    handed: tuple[Node, int] | None = None,
+) -> None:
+    """Call the hook with the gradient of a tensor, or with what is `handed` back to it at a place of a node.
+
+    Its failure is noted, never raised into the backward pass.
+    """
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return
 
@@ -174,8 +192,52 @@ def when_differentiated(record: Record, tensor: Tensor, listener: Listener, hook
         handle.remove()
         listener.arrived()
 
-    handle = tensor.register_hook(guarded)
+    if handed is None:
+        handle = tensor.register_hook(guarded)
+    else:
+        node, place = handed
+        handle = node.register_hook(lambda grads, _: guarded(grads[place]))
     listener.awaits(tensor, handle)
+
+
+def when_handed_back(
+    record: Record,
+    query: Tensor,
+    others: Sequence[Tensor],
+    output: Tensor,
+    listener: Listener,
+    hook: Callable[[Tensor], None],
+) -> None:
+    """Call the hook with the gradient that flows back to q through one call, where that can be told apart."""
+    if torch.is_grad_enabled() and query.requires_grad:
+        handed = handed_back(query, others, output)
+        if handed is not None:
+            when_differentiated(record, query, listener, hook, handed)
+
+
+def handed_back(query: Tensor, others: Sequence[Tensor], output: Tensor) -> tuple[Node, int] | None:
+    """The node of a call that hands q its gradient, and where it is among those that the node hands on.
+
+    The gradient of the tensor is no such thing: it is a sum over all that a model does with it.
+    """
+    if query.is_leaf and torch.is_autocast_enabled(query.device.type):
+        return None  # autocast casts a parameter once, for all the calls it is in
+    edge, *ends = (get_gradient_edge(x) for x in (query, *others) if x.requires_grad)
+    outside = {edge.node, *(end.node for end in ends)}
+    found: list[tuple[Node, int]] = []
+    inside: set[Node] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in outside or node in inside:
+            continue
+        inside.add(node)
+        for place, (behind, number) in enumerate(node.next_functions):
+            waiting.append(behind)
+            if (behind, number) == edge[:2]:
+                found.append((node, place))
+    # A kernel has q first, should k or v be the same tensor; where a call is made of parts, there is no telling.
+    return found[0] if len({node for node, _ in found}) == 1 else None
 
 
 @contextmanager
