@@ -238,6 +238,16 @@ def masked_by_addition(q, k, v, m):
 
 
 @way(scale=SCALE, is_causal=True)
+def filled_with_ten_thousand(q, k, v, m):
+    return (q @ k.mT * SCALE).masked_fill(causal_mask(), -1e4).softmax(dim=-1) @ v
+
+
+@way(scale=SCALE, is_causal=True)
+def ten_thousand_added(q, k, v, m):
+    return (q @ k.mT * SCALE - 1e4 * causal_mask()).softmax(dim=-1) @ v
+
+
+@way(scale=SCALE, is_causal=True)
 def masked_before_scaling(q, k, v, m):
     return ((q @ k.mT).masked_fill(causal_mask(), -math.inf) * SCALE).softmax(dim=-1) @ v
 
@@ -686,6 +696,54 @@ def test_a_row_of_finite_minima_sees_no_key(function):
     vitals = monitor.vitals["(root)"]
     assert vitals.rows_without_keys.tolist() == [BATCH] * HEADS
     agree(vitals, read(q.double(), k.double(), attn_mask=mask.masked_fill(mask == LOW, -math.inf).double()))
+
+
+TEN_THOUSAND = {
+    "filled": lambda scores, mask: scores.masked_fill(mask, -1e4),
+    "by where": lambda scores, mask: torch.where(mask, torch.tensor(-1e4, dtype=scores.dtype), scores),
+    "added": lambda scores, mask: scores + mask.to(scores.dtype) * -1e4,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("spread", [1, 30])
+@pytest.mark.parametrize("name", TEN_THOUSAND)
+def test_minus_ten_thousand_hides_in_every_type(name, spread, dtype):
+    """bfloat16 holds it as -9984, and rounds what it is added to by up to 32 more."""
+    mask = causal_mask()
+    mask[2] = True  # sees no key
+    q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, DIM).to(dtype)
+    q = q * spread
+    model = Bare(lambda: TEN_THOUSAND[name](q @ k.mT * SCALE, mask).softmax(-1) @ v)
+    with watch(model, every=1) as monitor:
+        model()
+    vitals = monitor.vitals["(root)"]
+    assert vitals.rows_without_keys.tolist() == [BATCH] * HEADS
+    seen = [keys for keys in range(2, LENGTH + 1) if keys != 3]  # of the rows that have a choice
+    assert vitals.visible_keys.tolist() == pytest.approx([np.mean(seen)] * HEADS)
+    assert vitals.score_std.max() < 10 * spread
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_minus_ten_thousand_hides_from_fused_calls(dtype, compiled):
+    def added(q, k, v, m):
+        return functional.scaled_dot_product_attention(q, k, v, causal_mask().to(dtype) * -1e4)
+
+    model = Net(added).to(dtype)
+    model = torch.compile(model, backend="eager") if compiled else model
+    with watch(model, every=1) as monitor, torch.no_grad():
+        model(torch.randn(BATCH, LENGTH, WIDTH).to(dtype))
+    assert monitor.uncompiled is None
+    assert monitor.vitals["attn"].visible_keys.tolist() == [np.mean(range(2, LENGTH + 1))] * HEADS
+
+
+def test_scores_that_are_far_below_zero_by_themselves_are_visible():
+    q, k, v = torch.randn(3, BATCH, HEADS, LENGTH, DIM)
+    model = Bare(lambda: (q * 1e5 @ k.mT).softmax(-1) @ v)
+    with watch(model, every=1) as monitor:
+        model()
+    assert monitor.vitals["(root)"].visible_keys.tolist() == [LENGTH] * HEADS
 
 
 def by_hand(q, k, v, mask):

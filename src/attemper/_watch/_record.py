@@ -18,8 +18,11 @@ from .._state import finish, observe
 from .._vitals import Site, Vitals
 from ._lineage import row_norms
 
-HIDING = -1e4
-"""A bias this low hides a key from the Reading: models write finite minima where they mean −inf."""
+HIDING = -9900.0
+"""A bias this low hides a key from the Reading: models write finite minima where they mean −inf, from −10⁴ on.
+
+bfloat16 holds that as −9984, and rounds the score that it is added to by up to 32.
+"""
 
 
 class Listener(Protocol):
@@ -272,8 +275,11 @@ class Written:
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
     def visible(self, scores: Tensor, scaled: Tensor) -> Tensor:
+        lowered = scores - self.capped(scaled)
+        # Filled in, a minimum takes the place of a score, which may have been low itself.
+        filled = (scores <= HIDING) & (lowered <= HIDING / 2)
         # A score that is not finite for a reason other than a mask is visible, and says so.
-        return ~((scores == -math.inf) | (scores - self.capped(scaled) <= HIDING)) | torch.isnan(scores)
+        return ~((scores == -math.inf) | (lowered <= HIDING) | filled) | torch.isnan(scores)
 
     def read(self) -> Reading:
         batch, heads, queries, keys = self.scores.shape
