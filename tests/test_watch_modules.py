@@ -10,8 +10,10 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.func import functional_call  # noqa: E402
+from torch.nn import functional  # noqa: E402
 
-from attemper import watch  # noqa: E402
+import attemper.nn  # noqa: E402
+from attemper import check, watch  # noqa: E402
 
 BATCH, LENGTH, HEADS, WIDTH = 3, 6, 2, 10
 
@@ -383,3 +385,124 @@ def test_deepcopy_of_a_watched_module_is_plain():
     with watch(module, every=1):
         assert type(copy.deepcopy(module)) is nn.MultiheadAttention
     assert type(module) is nn.MultiheadAttention
+
+
+# -- encoder layers with attention of another's ------------------------------------------------------------------------
+
+
+def split(x):
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+class UnscaledAttention(nn.Module):
+    """Attention without its scale, where torch's module stands in an encoder layer."""
+
+    batch_first, _qkv_same_embed_dim, in_proj_bias, num_heads = True, False, None, HEADS
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, query, key, value, **_):
+        q, k, v = split(self.q(query)), split(self.k(key)), split(self.v(value))
+        return functional.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2), None
+
+
+class UnscaledBlock(nn.TransformerEncoderLayer):
+    """The same in a block of its own, on the weights of torch's module."""
+
+    def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
+        q, k, v = map(
+            split, functional.linear(x, self.self_attn.in_proj_weight, self.self_attn.in_proj_bias).chunk(3, -1)
+        )
+        y = functional.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2)
+        return self.self_attn.out_proj(y)
+
+
+class Block(nn.TransformerEncoderLayer):
+    """No attention at all."""
+
+    def _sa_block(self, x, attn_mask, key_padding_mask, is_causal=False):
+        return x * 0.5
+
+
+def with_attention(attention):
+    made = layer()
+    made.self_attn = attention
+    return made
+
+
+OTHERS = {
+    "a module": (lambda: with_attention(UnscaledAttention()), "self_attn"),
+    "attemper's": (
+        lambda: with_attention(attemper.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, scale="unscaled")),
+        "self_attn",
+    ),
+    "a block": (lambda: UnscaledBlock(WIDTH, HEADS, 16, dropout=0.0, batch_first=True), "(root)"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_attention_in_an_encoder_layer_is_seen(name):
+    make, path = OTHERS[name]
+    model, x = make(), torch.randn(BATCH, LENGTH, WIDTH)
+    checkup = check(model, x, loss=loss_of, probe=True)
+    assert [vitals.site.path for vitals in checkup.vitals] == [path]
+    assert checkup.vitals[0].site.effective_scale == pytest.approx(1.0)
+    assert "scale-missing" in [finding.rule for finding in checkup.findings]
+    assert not checkup.unseen
+    for monitor in same_bits(model, (x,), {})[1:]:
+        assert list(monitor.vitals) == [path]
+        assert not monitor.unseen
+    assert "_sa_block" not in vars(model)
+
+
+def test_other_attention_in_every_layer_of_an_encoder():
+    model = nn.TransformerEncoder(with_attention(UnscaledAttention()), 2, enable_nested_tensor=False)
+    for monitor in same_bits(model, (torch.randn(BATCH, LENGTH, WIDTH),), {}):
+        assert list(monitor.vitals) == ["layers.0.self_attn", "layers.1.self_attn"]
+        assert not monitor.unseen
+
+
+def test_the_probe_of_another_attention_is_of_its_scale():
+    for name in OTHERS:
+        torch.manual_seed(0)
+        model, x = OTHERS[name][0](), torch.randn(BATCH, LENGTH, WIDTH)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            probe = dict(check(model, x, loss=loss_of, probe=True).probe)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        attention = model.self_attn
+        with torch.no_grad():
+            if name == "a module":
+                attention.q.weight.mul_(2), attention.q.bias.mul_(2)
+            else:
+                attention.in_proj_weight[:WIDTH].mul_(2), attention.in_proj_bias[:WIDTH].mul_(2)
+            assert probe[2.0] == pytest.approx(loss_of(model.train()(x)).item(), rel=1e-5)
+        assert probe[2.0] != pytest.approx(probe[1.0], rel=1e-4)
+
+
+def test_on_its_fast_path_a_layer_calls_no_block_of_its_own():
+    """Then its weights tell what was computed; elsewhere, what the block does."""
+    model, x = Block(WIDTH, HEADS, 16, dropout=0.0, batch_first=True), torch.randn(BATCH, LENGTH, WIDTH)
+    fast, slow, training = same_bits(model, (x,), {})
+    assert list(fast.vitals) == ["self_attn"]
+    assert not slow.vitals
+    assert not training.vitals
+    alike = layer().eval()
+    alike.load_state_dict(model.state_dict())
+    with torch.no_grad(), watch(alike, every=1) as monitor:
+        assert torch.equal(alike(x), model.eval()(x))
+    same_vitals(fast.vitals, monitor.vitals)
+
+
+def test_a_block_that_is_an_attribute_stays_one():
+    model, x = layer().eval(), torch.randn(BATCH, LENGTH, WIDTH)
+    model._sa_block = own = lambda x, *_, **__: x * 0.5
+    with watch(model, every=1) as monitor:
+        model(x)
+    assert not monitor.vitals
+    assert model._sa_block is own

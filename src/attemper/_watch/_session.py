@@ -62,7 +62,7 @@ class Session:
         self._local = threading.local()
         self._lock = threading.Lock()
         self.entered: set[str] = set()
-        self._heated: set[int] = set()
+        self._heated: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._waiting: list[Any] = []
         self._calls_of_graphs: dict[str, int] = {}
         self._has_encoder = any(name.split(".")[-1] == "encoder" for name, _ in model.named_modules())
@@ -245,23 +245,24 @@ class Session:
     def _opaque(self, path: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not self.active and not getattr(module, "_is_replica", False):
             return forward(*args, **kwargs)
-        before = len(self.records)
-        with self.mode.suspended(), self._probed(module):
+        with self.mode.suspended(), self._probed(module), self._block_seen(path, module) as calls:
             result = forward(*args, **kwargs)
         if self.reading:
             try:
-                self._read_opaque(path, module, args, kwargs, result, before)
+                self._read_opaque(path, module, args, kwargs, result, on_fast_path=not calls)
             except Exception as error:
                 self.note(path, error)
         return result
 
-    def _read_opaque(self, path: str, module: nn.Module, args: Any, kwargs: Any, result: Any, before: int) -> None:
+    def _read_opaque(
+        self, path: str, module: nn.Module, args: Any, kwargs: Any, result: Any, *, on_fast_path: bool
+    ) -> None:
         if not is_torchs_own(module):
             self.unseen[path] = f"{type(module).__name__} has a forward of its own around torch's module"
             return
         if isinstance(module, nn.MultiheadAttention):
             heads, output = Heads(module, *args, **kwargs), result[0]
-        elif isinstance(module, nn.TransformerEncoderLayer) and len(self.records) == before:
+        elif isinstance(module, nn.TransformerEncoderLayer) and on_fast_path:
             heads, output = encoder_heads(module, *args, **kwargs), result
             path = f"{path}.self_attn" if path != ROOT else "self_attn"
         else:
@@ -277,27 +278,89 @@ class Session:
         self.add(record)
 
     @contextmanager
+    def _block_seen(self, path: str, module: nn.Module) -> Iterator[list[str]]:
+        """Where an encoder layer calls its attention block, look into it as into anybody's module; yields the calls.
+
+        On torch's fast path it calls none, and would not take that if it found us in what it is made of.
+        """
+        calls: list[str] = []
+        if not (isinstance(module, nn.TransformerEncoderLayer) and self.active):
+            yield calls
+            return
+        own, block = vars(module).get("_sa_block"), module._sa_block  # noqa: SLF001
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return block(*args, **kwargs)  # another thread's call of the same model
+            calls.append(path)
+            with ExitStack() as undo:
+                try:
+                    self._look_into(undo, path, module)
+                except Exception as error:
+                    self.note(path, error)
+                    undo.close()
+                return block(*args, **kwargs)
+
+        vars(module)["_sa_block"] = seen
+        try:
+            yield calls
+        finally:
+            if own is None:
+                vars(module).pop("_sa_block", None)
+            else:
+                vars(module)["_sa_block"] = own
+
+    def _look_into(self, undo: ExitStack, path: str, layer: nn.TransformerEncoderLayer) -> None:
+        """Hang everything into what an encoder layer is made of; what takes it out again goes into `undo`."""
+        for name, child in layer.named_children():
+            for below, module in _outside_opaque(child, whole=True):
+                if not (is_opaque(module) or isinstance(module, torch.jit.ScriptModule)):
+                    steps = (step for step in (path, name, below) if step != ROOT)
+                    for handle in self._hooks(".".join(steps), module):
+                        undo.callback(handle.remove)
+        stack: list[tuple[str, nn.Module]] = self._local.stack
+        undo.callback(stack.pop)
+        stack.append((path, layer))
+        undo.enter_context(self._unprobed(layer.self_attn))
+        undo.enter_context(self.mode)
+
+    @contextmanager
     def _probed(self, module: nn.Module) -> Iterator[None]:
         """With the scale of torch's module multiplied, by way of the weights that make q."""
         module = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
         if self.factor == 1 or not isinstance(module, nn.MultiheadAttention) or id(module) in self._heated:
             yield
             return
-        self._heated.add(id(module))
         width = module.embed_dim
         weight = module.q_proj_weight if module.in_proj_weight is None else module.in_proj_weight[:width]
         parts = [weight] if module.in_proj_bias is None else [weight, module.in_proj_bias[:width]]
-        kept = [part.detach().clone() for part in parts]
+        self._heated[id(module)] = kept = [(part, part.detach().clone()) for part in parts]
         with torch.no_grad():
             for part in parts:
                 part.mul_(self.factor)
         try:
             yield
         finally:
-            self._heated.discard(id(module))
+            del self._heated[id(module)]
             with torch.no_grad():
-                for part, was in zip(parts, kept, strict=True):
+                for part, was in kept:
                     part.copy_(was)
+
+    @contextmanager
+    def _unprobed(self, module: nn.Module) -> Iterator[None]:
+        """With those weights as they were: what computes with them now is seen, and multiplied, itself."""
+        kept = self._heated.pop(id(module), [])
+        with torch.no_grad():
+            for part, was in kept:
+                part.copy_(was)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for part, _ in kept:
+                    part.mul_(self.factor)
+            if kept:
+                self._heated[id(module)] = kept
 
 
 def _outside_opaque(model: nn.Module, *, whole: bool) -> Iterator[tuple[str, nn.Module]]:
