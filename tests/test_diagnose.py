@@ -687,6 +687,13 @@ def test_logit_growth_below_the_rank_correlation():
     assert over_time(run("max_logit", values)) == []
 
 
+def test_over_time_looks_at_samples_of_as_many_heads_as_now():
+    history = run("max_logit", [9, 12, 15, 18, 20.1])
+    other = [healthy("layers.0", heads=2)]
+    assert rules(over_time([other, *history])) == ["logit-growth"]
+    assert over_time([*history, other]) == []
+
+
 def test_entropy_collapse():
     fixed = {"normalized_entropy": 0.5}
     [finding] = over_time(run("normalized_entropy", [0.31, 0.3, 0.2, 0.1, 0.099], **fixed))

@@ -262,7 +262,8 @@ def over_time(history: list[list[Vitals]]) -> Iterator[Finding]:
     growing: dict[str, tuple[int, ...]] = {}
     falling: dict[str, tuple[int, ...]] = {}
     largest, steepest = 0.0, 0.0
-    for path, samples in by_path.items():
+    for path, all_samples in by_path.items():
+        samples = [v for v in all_samples if v.site.heads == all_samples[-1].site.heads]
         if len(samples) < 5:
             continue
         part = max(1, len(samples) // 5)

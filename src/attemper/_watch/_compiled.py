@@ -23,7 +23,7 @@ from .._vitals import Site, Vitals
 from ._graph import Look, Seen, UnreadableError, Whereabouts, copied, install, place_of
 from ._modules import is_opaque
 from ._session import Session
-from ._shapes import head_count
+from ._shapes import heads_folded
 from ._sites import LOOKS_LIKE_ATTENTION, ROOT, Sites, list_unseen
 from ._sums import vitals_of
 
@@ -289,7 +289,8 @@ class Compiled:
         if found is None:
             raise UnreadableError("which of its modules a graph computes could not be told")
         anchor, _, module = found
-        seen.settle(head_count(module), 1 if self._current is None else self._current.sequences)
+        sequences = 1 if self._current is None else self._current.sequences
+        seen.settle(heads_folded(module, tuple(map(int, seen.query.shape)), sequences), sequences)
         return anchor
 
     # -- running ----------------------------------------------------------------------------------------------------

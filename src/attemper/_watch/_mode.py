@@ -27,7 +27,7 @@ from ._record import (
     when_differentiated,
     when_handed_back,
 )
-from ._shapes import Four, four_axes, head_count, kind_of, shaped
+from ._shapes import Four, four_axes, heads_folded, kind_of, shaped
 
 if TYPE_CHECKING:
     from ._session import Session
@@ -96,6 +96,9 @@ class Mode(TorchFunctionMode):
         if result.dim() >= 3 and not choosing:
             self.session.lineage.set(result, Weights(None, unseen=True))
 
+    def _heads(self, x: Tensor) -> int | None:
+        return heads_folded(self.session.place[1], tuple(x.shape), self.session.sequences)
+
     # -- fused ------------------------------------------------------------------------------------------------------
 
     def _fused(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -135,7 +138,7 @@ class Mode(TorchFunctionMode):
         session = self.session
         # In the type in which it was computed, which autocast may have chosen.
         q, k, v = (x.detach().to(output.dtype) for x in (query, key, value))
-        call = Four(q, k, v, output, attn_mask, head_count(session.place[1]))
+        call = Four(q, k, v, output, attn_mask, self._heads(query))
         options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         record = self.of_operands(call.q, call.k, kind="sdpa", mask=call.mask, options=options, traced=(query, key))
         record.look_at_output(call.output)
@@ -156,7 +159,7 @@ class Mode(TorchFunctionMode):
             # A row of nothing but finite minima is a mean over all values, which hiding them would turn into zeros.
             message = "a row of the mask hides every key by a finite minimum; such a call is read beside"
             raise ValueError(message)
-        four = Four(query, key, value, query, hidden, head_count(session.place[1]))
+        four = Four(query, key, value, query, hidden, self._heads(query))
         output, reading = attend(four.q, four.k, four.v, **{**given, "attn_mask": four.mask})
         options = {name: given[name] for name in ("is_causal", "scale", "enable_gqa") if name in given}
         traced = (query, key)
@@ -180,7 +183,7 @@ class Mode(TorchFunctionMode):
         return (tag, scores) if axis in (-1, scores.dim() - 1) else None
 
     def _explicit(self, tag: Scores, scores: Tensor) -> tuple[Written, tuple[int, ...]]:
-        heads = head_count(self.session.place[1])
+        heads = self._heads(scores)
         if tag.shift is not None:
             scores = scores + tag.shift
         if tag.sinks is not None:

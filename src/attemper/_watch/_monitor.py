@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -349,7 +350,11 @@ def _merged(sessions: Sequence[Session | Pass]) -> dict[str, Vitals]:
     found: dict[str, Vitals] = {}
     for session in sessions:
         for vitals in session.vitals():
-            path = vitals.site.path
+            path, heads = vitals.site.path, vitals.site.heads
+            if path in found and found[path].site.heads != heads:
+                # Nothing can be said of both together.
+                path = f"{path} with {heads} heads"
+                vitals = replace(vitals, site=replace(vitals.site, path=path))
             found[path] = found[path].merge(vitals) if path in found else vitals
     return found
 

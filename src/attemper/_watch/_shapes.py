@@ -50,5 +50,15 @@ def head_count(module: nn.Module) -> int | None:
     return None
 
 
+def heads_folded(module: nn.Module, shape: tuple[int, ...], sequences: int) -> int | None:
+    """How many heads are in the first of three axes, as the module says; one where a sequence of the model is in each.
+
+    Then the module calls attention for one head after the other. A model with the length in front, whose sequences look
+    like its length, has that in the second axis.
+    """
+    looping = len(shape) == 3 and shape[0] == sequences != shape[1]
+    return 1 if looping else head_count(module)
+
+
 def kind_of(mask: Tensor | None) -> str | None:
     return None if mask is None else "bool" if mask.dtype == torch.bool else "bias"
