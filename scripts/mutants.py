@@ -29,6 +29,7 @@ LEFT_OUT = {
     "test_imports.py",
     *map("test_torch_{}.py".format, ("dropin", "gradients", "compile", "operator")),
     *map("test_watch{}.py".format, ("", "_compile", "_lineage", "_models", "_modules", "_monitor", "_own")),
+    *map("test_watch_{}.py".format, ("pressure", "shapes")),
     *map("test_{}.py".format, ("check", "cli", "cli_lab", "cli_trace", "diagnose", "models", "nn", "report", "zoo")),
     *map("test_{}.py".format, ("cpu", "simd", "cuda", "gpu", "cli_doctor_bench")),
     *map("test_{}.py".format, ("lab", "lab_a", "lab_claims", "lab_training", "report_lab", "walk")),
