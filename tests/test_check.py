@@ -1143,3 +1143,20 @@ def test_attention_that_cannot_be_read_is_listed():
         checkup = check(model, batch())
     assert list(checkup.unseen) == ["1"]
     assert [f.rule for f in checkup] == ["unseen-attention"]
+
+
+def test_a_lazy_model_has_to_run_first():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.LazyLinear(24)
+
+        def forward(self, x):
+            return functional.scaled_dot_product_attention(*self.qkv(x)[:, None].chunk(3, -1))
+
+    model, x = Lazy(), torch.randn(2, 5, 8)
+    with pytest.raises(OptionError, match=r"qkv.weight has no shape yet(.|\n)*Run the model once"):
+        check(model, x)
+    assert isinstance(model.qkv, nn.LazyLinear)
+    model(x)
+    assert len(check(model, x).vitals) == 1

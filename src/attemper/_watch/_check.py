@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .._checkup import Checkup
 from .._diagnose import diagnose, of_probe
@@ -70,6 +71,7 @@ def check(
         fix = "Pass a function of the model's output that returns one number."
         raise OptionError(explain(f"loss is {brief(given)}.", fix))
     require_declared(declared_scale, model)
+    _require_initialised(model)
     run = _Run(model, inputs, kwargs, loss, declared_scale, progress)
     with _at_rest(model):
         session, value = run.read()
@@ -98,6 +100,14 @@ def check(
         probe=losses,
         version=_version(),
     )
+
+
+def _require_initialised(model: nn.Module) -> None:
+    """To run a lazy module is to change it, which a check does not do."""
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(x):
+            fix = "Run the model once on these inputs, as its own lazy modules need, and check it then."
+            raise OptionError(explain(f"{name} has no shape yet.", fix))
 
 
 class _Run:
