@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import pickle
+import shutil
 import sys
 import threading
 import warnings
@@ -377,6 +378,17 @@ def test_bad_options_are_refused_and_leave_nothing(options):
     assert traces(model) == before
 
 
+@pytest.mark.parametrize("path", [".", "no such directory/log"])
+def test_a_log_that_cannot_be_written_is_refused_at_the_start(path, tmp_path):
+    model = Model()
+    before = traces(model)
+    for kind in (str, lambda path: path):
+        with pytest.raises(OptionError, match=r"log is (.|\n)*Pass the path of a file"):
+            watch(model, log=kind(tmp_path / path))
+    assert traces(model) == before
+    watch(model).stop()
+
+
 @pytest.mark.parametrize("thing", [None, lambda x: x, torch.zeros(3), Model])
 def test_what_is_no_module_is_refused(thing):
     with pytest.raises(FrameworkError):
@@ -721,13 +733,15 @@ def test_a_callback_or_log_that_raises_is_one_warning(what, tmp_path):
     options = {
         "callback": {"callbacks": [raising(RuntimeError("mine"))]},
         "log": {"log": raising(RuntimeError("mine"))},
-        "file": {"log": tmp_path / "no such directory" / "log"},
+        "file": {"log": tmp_path / "directory" / "log"},
     }[what]
     model = Model()
     plain = model(inputs())
+    (tmp_path / "directory").mkdir()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with watch(model, every=1, **options) as monitor:
+            shutil.rmtree(tmp_path / "directory")
             for _ in range(3):
                 assert torch.equal(model(inputs()), plain)
     assert [w.category for w in caught] == [RuntimeWarning]

@@ -83,6 +83,8 @@ class Monitor:
             fix = "Pass a list of functions of the Monitor."
             raise OptionError(explain(f"callbacks is {brief(callbacks)}.", fix))
         require_declared(declared_scale, model)
+        if isinstance(log, (str, Path)):
+            _require_file(log)
         self.model = model
         self.every = every
         self.micro_batches = micro_batches
@@ -304,6 +306,15 @@ def _require_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         fix = "Pass the torch.nn.Module itself."
         raise FrameworkError(explain(f"model is {brief(model)}, not a torch module.", fix))
+
+
+def _require_file(path: str | Path) -> None:
+    """Said at the start, before a sample is lost."""
+    try:
+        Path(path).open("a").close()
+    except OSError as error:
+        fix = "Pass the path of a file to append to, in a directory that exists."
+        raise OptionError(explain(f"log is {brief(str(path))}: {error.strerror}.", fix)) from error
 
 
 def _enter_model(model: nn.Module, monitor: Monitor) -> Callable[[], None]:
