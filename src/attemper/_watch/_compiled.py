@@ -25,6 +25,7 @@ from ._modules import is_opaque
 from ._session import Session
 from ._shapes import heads_folded
 from ._sites import LOOKS_LIKE_ATTENTION, ROOT, Sites, list_unseen
+from ._stance import stance
 from ._sums import vitals_of
 
 
@@ -245,7 +246,7 @@ class Compiled:
         try:
             if fast.around:
                 return torch.compile(fast.call, backend=backend)(*args, **kwargs)
-            with torch.compiler.set_stance("default", force_backend=backend):
+            with stance("default", backend):
                 return fast.call(*args, **kwargs)
         finally:
             self._current = None

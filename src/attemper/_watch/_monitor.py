@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo.eval_frame import skip_code
 
 from .._diagnose import diagnose
 from .._errors import FrameworkError, OptionError, brief, explain, unknown
@@ -26,8 +27,9 @@ from .._vitals import Vitals
 from ._compiled import Known, Pass, compiled_graphs, compiler_is_off, fast_road
 from ._declared import Declared, looks_trained, require_declared
 from ._override import compiled_attribute, override, replace_attribute
-from ._session import Session
+from ._session import TURN, Session
 from ._sites import Sites, look_at_inputs
+from ._stance import eagerly
 
 SCHEMA = "attemper.sample/1"
 
@@ -96,6 +98,12 @@ class Monitor:
         self._callbacks = tuple(callbacks)
         self._declared = declared_scale
         self._calls = 0
+        self._under_way = 0
+        self._sampling = False
+        """Whether a sampled call is under way."""
+        self._hung = False
+        """Whether that has things hung into modules that the compiler looks at."""
+        self._stopped = False
         self._open: tuple[int, list[Session | Pass]] | None = None
         self._sites = Sites(model, declared_scale)
         self._known: Known = {}
@@ -121,7 +129,8 @@ class Monitor:
     def findings(self) -> list[Finding]:
         """What `diagnose` says of the newest sample, and of the run so far."""
         vitals = self.vitals
-        earlier = [sample.vitals.values() for sample in self.history]
+        with self._lock:
+            earlier = [sample.vitals.values() for sample in self.history]
         # While it learns, no pressure is expected to be zero.
         training = any(v.site.training for v in vitals.values())
         trained = None if training else looks_trained(self.model)
@@ -137,6 +146,7 @@ class Monitor:
     def stop(self) -> None:
         """Let go of the model and hand the last sample on; a second call does nothing."""
         with self._lock:
+            self._stopped = True
             self._close()
             if self._undo is not None:
                 self._undo()
@@ -156,13 +166,33 @@ class Monitor:
         return f"Monitor({type(self.model).__name__}; {state}, steps {self.steps}, samples {len(self.history)})"
 
     def _begin(self) -> int | None:
-        """The step that a call belongs to if that is to be sampled."""
+        """The step that a call belongs to if that is to be sampled; `_end` has to follow."""
         with self._lock:
             step = self._calls // self.micro_batches
-            self._calls += 1
-            if self._open is not None and self._open[0] != step:
-                self._close()
-            return None if step % self.every else step
+            due = None
+            # What is called while a sampled call is under way is a part of that, or another thread's.
+            if not (self._sampling or self._stopped):
+                if self._open is not None and self._open[0] != step:
+                    self._close()
+                if step % self.every == 0 and TURN.acquire(blocking=False):
+                    due, self._sampling = step, True
+            self._calls += not self._stopped
+            self._under_way += 1
+            return due
+
+    def _end(self, step: int | None) -> None:
+        """A call is over: what `_begin` took is given back."""
+        with self._lock:
+            self._under_way -= 1
+            if step is not None:
+                self._sampling = self._hung = False
+                TURN.release()
+
+    def _alone(self) -> bool:
+        """Whether no other call of the model is under way; those that begin now run uncompiled."""
+        with self._lock:
+            self._hung = self._under_way == 1
+            return self._hung
 
     def _sampled(
         self, step: int, forward: Callable[..., Any], eager: Callable[..., Any], callback: Any, args: Any, kwargs: Any
@@ -173,11 +203,13 @@ class Monitor:
         except Exception as error:
             self._failed("", error)
             return forward(*args, **kwargs)
+        if watched is None:
+            return forward(*args, **kwargs)
         result = watched.run(eager, args, kwargs)
         if isinstance(watched, Pass):
             self.uncompiled = watched.graphs.uncompiled
         with self._lock:
-            if self._open is None or self._open[0] != step:
+            if self._open is None:
                 self._open = (step, [])
             self._open[1].append(watched)
             for path in watched.paths:
@@ -185,15 +217,18 @@ class Monitor:
             for path, reason in watched.unseen.items():
                 # Why reading it failed says more than that nothing was seen.
                 self.unseen.setdefault(path, reason)
+            if self._stopped:
+                self._close()  # stopped while it was under way
         return result
 
-    def _watched(self, forward: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Session | Pass:
-        """What is to look at a call: at what is compiled in its graphs, where that can be."""
+    def _watched(self, forward: Callable[..., Any], callback: Any, args: Any, kwargs: Any) -> Session | Pass | None:
+        """What is to look at a call: at what is compiled in its graphs, where that can be; None to let it go by."""
         arrived = _once_after_backward(self._backward_ended)
         self.uncompiled = None
         fast = fast_road(forward, callback)
         parts = fast is None and any(map(compiled_attribute, self.model.modules()))
-        if (fast is not None or parts) and not compiler_is_off():
+        compiled = fast is not None or parts
+        if compiled and not compiler_is_off():
             graphs = compiled_graphs(self.model)
             sequences, padding = look_at_inputs(self.model, args, kwargs)
             self.uncompiled = (
@@ -204,6 +239,9 @@ class Monitor:
             if self.uncompiled is None:
                 known = self._sites, self._known
                 return Pass(graphs, fast, *known, sequences, failed=self._failed, arrived=arrived)
+        # The compiler at work in another thread would find what is hung into the modules.
+        if compiled and not self._alone():
+            return None
         return Session(self.model, failed=self._failed, arrived=arrived, inside=self._inside, declared=self._declared)
 
     def _backward_ended(self) -> None:
@@ -308,6 +346,9 @@ def _require_module(model: object) -> None:
         raise FrameworkError(explain(f"model is {brief(model)}, not a torch module.", fix))
 
 
+skip_code(Monitor._end.__code__)  # noqa: SLF001
+
+
 def _require_file(path: str | Path) -> None:
     """Said at the start, before a sample is lost."""
     try:
@@ -324,9 +365,14 @@ def _enter_model(model: nn.Module, monitor: Monitor) -> Callable[[], None]:
 
     def entry(forward: Callable[..., Any], eager: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         step = begin()
-        if step is None:
+        try:
+            if step is not None:
+                return sampled(step, forward, eager, get_eval_frame_callback(), args, kwargs)
+            if monitor._hung:  # noqa: SLF001
+                return eagerly(eager, *args, **kwargs)
             return forward(*args, **kwargs)
-        return sampled(step, forward, eager, get_eval_frame_callback(), args, kwargs)
+        finally:
+            monitor._end(step)  # noqa: SLF001
 
     # Its own frame is never compiled, but what it calls may be.
     entry = torch.compiler.disable(entry, recursive=False)
@@ -336,13 +382,14 @@ def _enter_model(model: nn.Module, monitor: Monitor) -> Callable[[], None]:
         eager = model._call_impl  # noqa: SLF001
         return replace_attribute(model, "_compiled_call_impl", lambda *a, **k: entry(compiled, eager, a, k))
     own = model.__dict__.get("forward")
-    if own is not None:
+    if own is not None and (compiled_attribute(model) is not None or isinstance(model, torch.jit.ScriptModule)):
+        # Copies make their own of it.
         return replace_attribute(model, "forward", functools.wraps(own)(lambda *a, **k: entry(own, own, a, k)))
 
     def through(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return entry(forward, forward, args, kwargs) if module is model else forward(*args, **kwargs)
 
-    return override(model, through)
+    return override(model, through, own=own is not None)
 
 
 def _once_after_backward(ended: Callable[[], None]) -> Callable[[], None]:

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from ._session import Session
 
 
+SEEN = ("sdpa", "flex_attention")
+"""Those that call torch's functions, which are seen by themselves; they stay as they are for other threads."""
+
+
 def wrap_registry(session: Session) -> Callable[[], None]:
     """Come around each attention of the registry, under its own name; a kernel that stayed unseen is read here."""
     modeling = sys.modules.get("transformers.modeling_utils")
     registry = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", None)
     if registry is None:
         return lambda: None
-    own = dict(registry._local_mapping)  # noqa: SLF001
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -36,14 +39,23 @@ def wrap_registry(session: Session) -> Callable[[], None]:
                     session.note(session.place[0], error)
             return result
 
+        # Another thread's compiler takes the function itself.
+        wrapped._torchdynamo_inline = function  # type: ignore[attr-defined]  # noqa: SLF001
         return wrapped
 
-    for name in list(registry):
-        registry[name] = wrap(name, registry[name])
+    replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+    for name in registry:
+        if name not in SEEN:
+            # In its own place: a key that came and went would be missing to another thread that has just found it.
+            mapping = registry._local_mapping if name in registry._local_mapping else registry._global_mapping  # noqa: SLF001
+            own = mapping[name]
+            mapping[name] = wrapped = wrap(name, own)
+            replaced.append((mapping, name, wrapped, own))
 
     def undo() -> None:
-        registry._local_mapping.clear()  # noqa: SLF001
-        registry._local_mapping.update(own)  # noqa: SLF001
+        for mapping, name, wrapped, own in replaced:
+            if mapping.get(name) is wrapped:
+                mapping[name] = own
 
     return undo
 

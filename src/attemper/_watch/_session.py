@@ -10,20 +10,23 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import _pop_mode, _push_mode
 
 from .._vitals import Site, Vitals
 from ._declared import Declared, said_by_caller
 from ._lineage import Lineage, origin
 from ._mode import Mode
 from ._modules import Heads, encoder_heads, is_opaque, is_torchs_own
-from ._override import compiled_attribute, eagerly, override, replace_attribute
+from ._override import compiled_attribute, override, replace_attribute
 from ._record import Record, weight_on
 from ._registry import wrap_registry
 from ._sites import LOOKS_LIKE_ATTENTION, ROOT, Sites, list_unseen, look_at_inputs
+from ._stance import eagerly, stance
 
 Part: TypeAlias = Callable[[Callable[..., Any], Any, Any], Any]
 """Runs a compiled part of a model, with arguments and keywords."""
+
+TURN = threading.RLock()
+"""Who has it may hang things into modules: one thread of the process, so that all comes out as it went in."""
 
 
 class Session:
@@ -77,7 +80,7 @@ class Session:
 
         With `part`, compiled parts of the model are left to that.
         """
-        with ExitStack() as undo:
+        with TURN, ExitStack() as undo:
             try:
                 self._prepare(undo, args, kwargs, part)
             except Exception as error:
@@ -134,6 +137,8 @@ class Session:
         """A compiled part of the model, run by others; out of our mode, which the compiler would follow."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return compiled(*args, **kwargs)  # another thread's call of the same model
             with self.mode.suspended():
                 return part(compiled, args, kwargs)
 
@@ -145,7 +150,9 @@ class Session:
                 if not getattr(module, "_is_replica", False):
                     return  # another thread's call of the same model
                 self._local.stack, self._local.owner, self._local.calls = [(ROOT, module)], module, {}
-                _push_mode(self.mode)
+                self._local.leave = ExitStack()
+                self._local.leave.enter_context(stance("force_eager"))
+                self._local.leave.enter_context(self.mode)
             self._local.stack.append((path, module))
             if LOOKS_LIKE_ATTENTION.search(type(module).__name__):
                 self.entered.add(path)
@@ -155,8 +162,9 @@ class Session:
             while stack and len(stack) > 1 and stack.pop()[1] is not module:
                 pass
             if getattr(self._local, "owner", None) is module:
+                leave = self._local.leave
                 self._local.__dict__.clear()
-                _pop_mode()
+                leave.close()
 
         return [
             module.register_forward_pre_hook(before),
