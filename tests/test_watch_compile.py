@@ -635,3 +635,20 @@ def test_what_inductor_keeps_on_disk_is_not_taken_for_something_else():
             fast(x, windows).square().mean().backward()
         assert monitor.vitals["layers.0"].weights["pressure"].tolist() == [sequences] * HEADS
         assert_same(monitor.vitals, eager.vitals)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_exporting_a_watched_model(strict, own):
+    model = Model().eval()
+    if own:
+        forward = model.forward
+        model.forward = lambda x: forward(x)
+    plain = torch.export.export(model, (inputs(),), strict=strict)
+    with watch(model, every=1) as monitor:
+        exported = torch.export.export(model, (inputs(),), strict=strict)
+        assert monitor.steps == 0
+        model(inputs())
+    assert [node.target for node in exported.graph.nodes] == [node.target for node in plain.graph.nodes]
+    assert torch.equal(exported.module()(inputs()), plain.module()(inputs()))
+    assert list(monitor.vitals) == ["layers.0", "layers.1"]

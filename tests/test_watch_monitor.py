@@ -1,6 +1,8 @@
 """The Monitor: what it samples, hands on and leaves behind; and that no failure of ours ends a run."""
 
+import abc
 import copy
+import functools
 import gc
 import io
 import json
@@ -8,6 +10,7 @@ import pickle
 import shutil
 import sys
 import threading
+import types
 import warnings
 import weakref
 
@@ -423,6 +426,120 @@ def test_a_model_whose_forward_was_replaced_on_the_instance():
         assert torch.equal(model(inputs()), plain)
     assert list(monitor.vitals) == PATHS
     assert model.forward is mine
+
+
+class Halved(nn.Module):
+    """Of each way to have a forward of one's own on the instance."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.inner = Model()
+        if way == "method":
+            self.forward = types.MethodType(halved, self)
+        elif way == "partial":  # as accelerate does
+            self.forward = functools.update_wrapper(functools.partial(halved, self), self.forward)
+
+    def forward(self, x):
+        raise AssertionError
+
+
+def halved(self, x):
+    return self.inner(x) / 2
+
+
+@pytest.mark.parametrize("way", ["method", "partial"])
+def test_copies_and_pickles_of_a_model_whose_forward_is_its_own(way):
+    model = Halved(way)
+    plain, own = model(inputs()), model.forward
+    with watch(model, every=1) as monitor:
+        assert torch.equal(model(inputs()), plain)
+        copies = [copy.deepcopy(model)]
+        if way == "partial":  # a method is pickled by a name that it does not have
+            copies.append(pickle.loads(pickle.dumps(model)))
+        for other in copies:
+            assert type(other) is Halved
+            assert torch.equal(other(inputs()), plain)
+            for parameter in other.parameters():
+                nn.init.zeros_(parameter)
+            assert not other(inputs()).any()
+        assert monitor.steps == 1
+        model.forward = types.MethodType(lambda self, x: self.inner(x), model)
+        assert torch.equal(model(inputs()), 2 * plain)
+        model.forward = own
+    assert [sample.step for sample in monitor.history] == [0, 1]
+    assert type(model) is Halved
+    assert model.forward is own
+
+
+@pytest.mark.parametrize("way", ["method", "partial"])
+def test_a_forward_on_the_instance_that_is_compiled_around(way):
+    model = Halved(way)
+    plain = model(inputs())
+    with watch(model, every=2) as monitor:
+        fast = torch.compile(model, backend="eager")
+        for _ in range(3):
+            torch.testing.assert_close(fast(inputs()), plain)
+    assert [sample.step for sample in monitor.history] == [0, 2]
+    assert list(monitor.vitals) == [f"inner.{path}" for path in PATHS]
+
+
+def test_classes_that_keep_a_list_of_their_kind_do_not_hear_of_ours():
+    known = []
+
+    class Listing(type):
+        def __new__(cls, *args):
+            known.append(super().__new__(cls, *args))
+            return known[-1]
+
+    class Titled(nn.MultiheadAttention, abc.ABC):
+        def __init_subclass__(cls, *, title, **options):
+            super().__init_subclass__(**options)
+            known.append(title)
+
+    class Mine(Titled, title="mine"):
+        pass
+
+    class Listed(nn.Module, metaclass=Listing):
+        def __init_subclass__(cls):
+            known.append(cls)
+
+        def __init__(self):
+            super().__init__()
+            self.mha = Mine(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, x):
+            return self.mha(x, x, x)[0]
+
+    known.clear()
+    model = Listed()
+    plain, before = model(inputs()), traces(model)
+    for watched in (model, model.mha):
+        with watch(watched, every=1) as monitor:
+            assert torch.equal(model(inputs()), plain)
+        assert monitor.steps == 1
+    assert known == []
+    assert traces(model) == before
+
+
+def test_parametrized_while_it_is_watched():
+    def parametrized(watched):
+        torch.manual_seed(0)
+        model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        monitor = watch(model, every=1) if watched else None
+        nn.utils.parametrizations.weight_norm(model, "in_proj_weight")
+        output = model(inputs(), inputs(), inputs())[0]
+        return model, monitor, output
+
+    plain, _, output = parametrized(watched=False)
+    model, monitor, same = parametrized(watched=True)
+    assert torch.equal(output, same)
+    assert monitor.steps == 1
+    monitor.stop()
+    model(inputs(), inputs(), inputs())
+    assert monitor.steps == 1
+    assert [kind.__name__ for kind in type(model).__mro__] == [kind.__name__ for kind in type(plain).__mro__]
+    nn.utils.parametrize.remove_parametrizations(model, "in_proj_weight")
+    assert type(model) is nn.MultiheadAttention
 
 
 def test_hooks_of_the_model_itself_are_called_once():
