@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ._foreign import FOREIGN
-from ._lineage import Lineage, Origin, Projected, Scores, Weights, origin_of, tensors
+from ._lineage import Lineage, Projected, Scores, Weights, tensors
+from ._origin import Origin, origin_of
 from ._own import NAME as OWN
 from ._read_call import ReadCall
 from ._shapes import four_axes, kind_of

@@ -12,70 +12,25 @@ A tag lives as long as its tensor.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-SAME_NUMBERS = frozenset(
-    (
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "tensor_split",
-        "unbind",
-        "__getitem__",
-        "squeeze",
-        "unsqueeze",
-        "flatten",
-        "unflatten",
-        "contiguous",
-        "clone",
-        "to",
-        "type",
-        "type_as",
-        "float",
-        "half",
-        "bfloat16",
-        "double",
-        "narrow",
-        "select",
-        "swapaxes",
-        "swapdims",
-        "movedim",
-        "moveaxis",
-        "view_as",
-        "reshape_as",
-        "t",
-        "detach",
-        "__get__",
-        "index_select",
-        "gather",
-        "roll",
-        "flip",
-    )
+from ._operations import (
+    ACTIVATING,
+    ADDING,
+    DIVIDING,
+    MASKING,
+    MULTIPLYING,
+    NORMALISING,
+    PRODUCTS,
+    PROJECTING,
+    SAME_NUMBERS,
 )
-"""Operations that hand on some or all of the numbers they were given, perhaps rounded."""
-
-NORMALISING = frozenset(("layer_norm", "rms_norm", "normalize", "group_norm", "batch_norm", "softmax"))
-PROJECTING = frozenset(("linear", "bilinear", "addmm", "conv1d", "conv2d", "conv3d", "embedding"))
-ACTIVATING = frozenset(
-    ("silu", "gelu", "relu", "relu_", "relu6", "leaky_relu", "elu", "selu", "mish", "hardswish", "softplus", "sigmoid")
-)
-MULTIPLYING = frozenset(("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"))
-DIVIDING = frozenset(("div", "div_", "divide", "true_divide", "__truediv__", "__itruediv__"))
-ADDING = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__"))
-MASKING = ADDING | {"masked_fill", "masked_fill_", "where", "clamp", "clamp_", "clip", "nan_to_num"}
-PRODUCTS = frozenset(("matmul", "__matmul__", "bmm", "einsum", "baddbmm"))
 
 
 class Piece:
@@ -423,111 +378,3 @@ def tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         elif isinstance(value, (tuple, list)):
             found.extend(x for x in value if isinstance(x, Tensor))
     return found
-
-
-class Origin(NamedTuple):
-    """What happened to q (or k) between its projection and attention."""
-
-    factor: float | None
-    """What multiplied it; None where that could not be measured, or was not one number."""
-    width: int | None
-    """The head_dim it had when it left the projection."""
-    normalised: bool
-    model_dim: int | None
-    """The width of what was projected."""
-
-
-def origin(lineage: Lineage, x: Tensor) -> Origin | None:
-    """Compare x, (*batch, heads, length, head_dim), with the projections it was made of; None where none were seen.
-
-    Rotations keep the norm of a head, so what the norms differ by is the factor.
-    """
-    return origin_of(lineage.get(x), x)
-
-
-def origin_of(tag: Any, x: Tensor) -> Origin | None:
-    """The same from the tag of x."""
-    if not isinstance(tag, Projected):
-        return None
-    width = x.shape[-1]
-    sources = tag.made_of(x)
-    model_dim = sources[0].piece.root.inputs if sources else None
-    if tag.own is not None:
-        factor: float | None = tag.factor
-        if tag.normalised and _is_cosine(x, tag.factor):
-            factor = None
-        return Origin(factor, width, tag.normalised, model_dim)
-    count = sum(source.tensor.numel() for source in tag.sources)
-    if not count or not x.numel():
-        return None
-    share = x.numel() / count
-    narrow = round(width / share)
-    if 0 < narrow < width and not bool(x[..., narrow:].any()):
-        # Widened by zeros, not repeated for the heads that share it.
-        share, width = share * narrow / width, narrow
-    if abs(share - round(share)) > 1e-6:
-        # Some of it was repeated and some was not.
-        return Origin(None, width, tag.normalised, model_dim)
-    # What lies beyond the width is 0.
-    rows = row_norms(x[..., :width])
-    theirs = [_norms_of_source(source.tensor, width) for source in tag.sources]
-    energy = share * sum((_norm(norms) / source.factor) ** 2 for norms, source in zip(theirs, tag.sources, strict=True))
-    mine = _norm(rows)
-    if not (0 < energy < math.inf and 0 < mine < math.inf):
-        return Origin(None, width, tag.normalised, model_dim)
-    if len(theirs) == 1 and theirs[0] is not tag.sources[0].tensor and not _alike(rows, theirs[0]):
-        return Origin(None, width, True, model_dim)
-    factor = mine / math.sqrt(energy)
-    if tag.normalised and _is_cosine(x, factor):
-        return Origin(None, width, True, model_dim)
-    rounding = 1e-3 if x.dtype in (torch.float32, torch.float64) else 1e-2
-    return Origin(1.0 if abs(factor - 1) < rounding else factor, width, tag.normalised, model_dim)
-
-
-def _is_cosine(x: Tensor, factor: float) -> bool:
-    """Whether a norm made the heads unit vectors: their temperature is then a number of its own, not 1/√d_k."""
-    length = float(row_norms(x).mean()) / abs(factor)
-    return abs(length - 1) < 0.05
-
-
-def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(x)))
-
-
-def row_norms(x: Tensor) -> Tensor:
-    """Of the last axis, taken in the order in which memory has the rows: of heads by tokens several times as fast."""
-    order = sorted(range(x.dim() - 1), key=x.stride, reverse=True)
-    norms: Tensor = torch.linalg.vector_norm(_wide(x).permute(*order, -1), dim=-1)
-    return norms.permute([order.index(axis) for axis in range(len(order))])
-
-
-def _wide(x: Tensor) -> Tensor:
-    x = x.detach()
-    return x if x.dtype == torch.float64 or x.is_complex() else x.float()
-
-
-def _in_order(x: Tensor) -> Tensor:
-    """From the smallest on; on a CPU by NumPy, which is several times as fast."""
-    return torch.from_numpy(np.sort(x.numpy())) if x.device.type == "cpu" else x.sort().values
-
-
-def _norms_of_source(source: Tensor, width: int) -> Tensor:
-    """Of its rows of some width; itself where it has none."""
-    if source.is_complex() or source.shape[-1] % width:
-        return source
-    return row_norms(source if source.shape[-1] == width else source.unflatten(-1, (-1, width)))
-
-
-def _alike(mine: Tensor, theirs: Tensor) -> bool:
-    """Whether every head of every token was multiplied by the same number, so far as these norms tell."""
-    if mine.numel() % theirs.numel():
-        return True
-    if mine.shape == theirs.shape and _close(mine, theirs, mine.amax(), theirs.amax()):
-        return True  # so they are in order of size, in which the furthest apart are nearest
-    mine, theirs = _in_order(mine.flatten()), _in_order(theirs.flatten())
-    theirs = theirs.repeat_interleave(mine.numel() // theirs.numel())
-    return _close(mine, theirs, mine[-1], theirs[-1])
-
-
-def _close(mine: Tensor, theirs: Tensor, my_largest: Tensor, their_largest: Tensor) -> bool:
-    return bool((mine / my_largest - theirs / their_largest).abs().max() <= 0.05)

@@ -16,7 +16,7 @@ from .._attend import attend, read
 from .._reading import Reading, changed
 from .._state import finish, observe
 from .._vitals import Site, Vitals
-from ._lineage import row_norms
+from ._origin import row_norms
 
 HIDING = -9900.0
 """A bias this low hides a key from the Reading: models write finite minima where they mean −inf, from −10⁴ on.

@@ -13,9 +13,10 @@ from torch import Tensor, fx, nn
 
 from .._vitals import Site, Vitals
 from ._declared import Declared, said_by_caller
-from ._lineage import Lineage, origin
+from ._lineage import Lineage
 from ._mode import Mode
 from ._modules import Heads, encoder_heads, is_opaque, is_torchs_own
+from ._origin import origin
 from ._override import compiled_attribute, override, replace_attribute
 from ._record import Record, weight_on
 from ._registry import wrap_registry

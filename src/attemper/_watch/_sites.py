@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from .._vitals import Site
 from ._declared import ROOT as ROOT
 from ._declared import Declared, declared_scale, said_by_caller
-from ._lineage import Origin, tensors
+from ._lineage import tensors
+from ._origin import Origin
 from ._record import HIDING
 
 LOOKS_LIKE_ATTENTION = re.compile(r"attention|attn", re.IGNORECASE)
