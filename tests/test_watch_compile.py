@@ -301,6 +301,11 @@ class Kind(nn.Module):
             angle = torch.arange(n)[:, None] * torch.tensor([1.0, 0.1])
             cos, sin = (torch.cat([f(angle)] * 2, -1) for f in (torch.cos, torch.sin))
             q, k = (t * cos + torch.cat([-t[..., 2:], t[..., :2]], -1) * sin for t in (q, k))
+        elif self.kind == "cache":
+            old, k = torch.ones(*k.shape[:2], 3, k.shape[-1]), torch.cat([-k[..., 2:], k[..., :2]], -1) * 0.5
+            k, v = torch.cat([old, k], 2) * 0.8, torch.cat([old, v], 2)
+        elif self.kind == "bias behind a factor":
+            q = q * 0.5 + 0.1
         elif self.kind == "normalised":
             q, k = self.norm(q), self.norm(k)
         elif self.kind == "scaled before":
@@ -389,6 +394,15 @@ def test_all_that_eager_watching_tells(kind):
     assert not monitor.unseen
     for sample in monitor.history:
         assert_same(sample.vitals, eager.vitals, rtol=2e-2 if kind == "autocast" else 1e-4)
+
+
+@pytest.mark.parametrize(("kind", "scale"), [("cache", 0.2), ("bias behind a factor", 0.25)])
+def test_a_factor_that_is_told_from_what_was_joined_or_added_to(kind, scale):
+    with watch(torch.compile(Kinds(kind), backend="eager"), every=1) as monitor:
+        monitor.model(inputs())
+    assert monitor.uncompiled is None
+    for vitals in monitor.vitals.values():
+        assert vitals.site.effective_scale == pytest.approx(scale)
 
 
 @pytest.mark.parametrize("kind", ["rotary", "checkpoint", "autocast"])

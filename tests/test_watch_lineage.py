@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from attemper import read, watch  # noqa: E402
+from attemper import check, read, watch  # noqa: E402
 
 BATCH, LENGTH, HEADS, DIM = 3, 7, 2, 8
 WIDTH = 10
@@ -233,6 +233,44 @@ def low_rank_addition(m, q, k, v):
     # Not of the same input, but of one as wide: what matters is that it is a second projection.
     more = m.up(m.down(torch.ones(q.shape[0], LENGTH, WIDTH))).view(-1, LENGTH, HEADS, DIM).transpose(1, 2)
     return (q + 0.5 * more) * 0.3, k, v
+
+
+@factor(0.3)
+def before_a_bias(m, q, k, v):
+    return q * 0.3 + torch.linspace(-1, 1, HEADS * DIM).view(HEADS, 1, DIM), k, v
+
+
+@factor(0.3)
+def before_a_bias_in_place(m, q, k, v):
+    q = q * 0.3
+    q += torch.linspace(-1, 1, DIM)
+    return q, k, v
+
+
+@factor(-0.3)
+def taken_from_a_bias(m, q, k, v):
+    return torch.linspace(-1, 1, DIM) - q * 0.3, k, v
+
+
+@factor(0.3)
+def on_the_second_of_a_sum(m, q, k, v):
+    return torch.add(torch.linspace(-1, 1, DIM), q, alpha=0.3), k, v
+
+
+@factor(0.3)
+def before_a_bias_and_a_rotation(m, q, k, v):
+    return halves(q * 0.3 + torch.linspace(-1, 1, DIM)), halves(k), v
+
+
+@factor(1.0)
+def behind_a_low_rank_addition_with_a_factor(m, q, k, v):
+    more = m.up(m.down(torch.ones(q.shape[0], LENGTH, WIDTH))).view(-1, LENGTH, HEADS, DIM).transpose(1, 2)
+    return 0.5 * more + q, k, v
+
+
+@factor(0.3)
+def by_a_number_of_numpy(m, q, k, v):
+    return q * np.float32(0.6), k * np.float32(0.5), v
 
 
 @both
@@ -556,3 +594,365 @@ def test_a_declared_scale_reaches_torchs_modules_too():
         with torch.no_grad(), watch(model, every=1, declared_scale={"0.self_attn": 0.7}) as monitor:
             model(torch.randn(BATCH, LENGTH, 16))
         assert monitor.vitals["0.self_attn"].site.declared_scale == 0.7
+
+
+# -- keys of a cache, and factors that cannot be measured --------------------------------------------------------------
+
+
+def cached(turn, before, after):
+    """Keys behind those of a cache, with a factor before they are joined and one behind it."""
+
+    def between(m, q, k, v):
+        old = torch.linspace(-1, 1, 5 * DIM).view(5, DIM).expand(*k.shape[:2], 5, DIM)
+        return turn(q) * 0.6, torch.cat([old, turn(k * before)], 2) * after, torch.cat([old, v], 2)
+
+    return between
+
+
+@both
+@pytest.mark.parametrize("turn", [lambda x: x, halves], ids=["plain", "rotated"])
+@pytest.mark.parametrize(("before", "after"), [(1, 0.5), (0.5, 1), (0.5, 0.5)])
+def test_a_factor_on_keys_that_are_joined_to_a_cache(turn, before, after, attention):
+    site = site_of(Block(cached(turn, before, after), attention))
+    assert site.effective_scale == pytest.approx(0.6 * before * after, rel=1e-3)
+
+
+@both
+def test_a_factor_on_keys_that_are_copied_into_a_cache(attention):
+    def between(m, q, k, v):
+        cache = torch.zeros(*k.shape[:2], 2 * LENGTH, DIM)
+        places = torch.arange(LENGTH)
+        keys = cache.index_copy_(2, places, halves(k) * 0.5)
+        return halves(q), keys[:, :, :LENGTH] * 0.6, v
+
+    site = site_of(Block(between, attention))
+    assert site.effective_scale == pytest.approx(0.3, rel=1e-3)
+    assert not site.qk_norm
+
+
+@both
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("norm", ["RMSNorm", "normalize"])
+def test_norms_of_keys_in_a_cache_that_has_room_left(norm, rotated, attention):
+    turn = halves if rotated else lambda x: x
+
+    def between(m, q, k, v):
+        q, k, v = NORMS[norm](m, q, k, v)
+        cache = torch.zeros(*k.shape[:2], 3 * LENGTH, DIM)
+        keys, values = (cache.clone().index_copy_(2, torch.arange(LENGTH), x) for x in (turn(k), v))
+        return turn(q), keys, values
+
+    site = site_of(Block(between, attention))
+    assert site.qk_norm
+    assert site.effective_scale == (None if norm == "normalize" else pytest.approx(1, rel=1e-3))
+
+
+@both
+def test_zeros_joined_to_the_width_are_no_cache(attention):
+    """What is known of a head's width would be wrong then."""
+    pad = lambda x: torch.cat([x, torch.zeros(*x.shape[:-1], DIM)], -1)  # noqa: E731
+    site = site_of(Block(lambda m, q, k, v: (pad(q), pad(k), v), lambda q, k, v: attention(q, k, v, SCALE)))
+    assert site.effective_scale is None
+
+
+@both
+@pytest.mark.parametrize("way", ["pooled", "activated"])
+def test_a_factor_on_k_that_cannot_be_measured_is_not_taken_for_1(way, attention):
+    def between(m, q, k, v):
+        if way == "activated":
+            return q, functional.silu(k) * 0.3, v
+        return q, (k * 0.3)[:, :, :-1].unflatten(2, (-1, 2)).mean(3), v[:, :, ::2][:, :, :-1]
+
+    block = Block(between, attention)
+    assert site_of(block).effective_scale is None
+    assert [finding.rule for finding in check(block, torch.randn(BATCH, LENGTH, WIDTH))] == ["cannot-tell"]
+
+
+@both
+@pytest.mark.parametrize("way", ["of each token", "mixed tokens"])
+def test_a_factor_that_is_no_scale_is_no_norm_either(way, attention):
+    """Else nothing would be said of it, for a norm has a scale of its own."""
+    tokens = torch.linspace(0.4, 2.5, LENGTH)[:, None]
+
+    def between(m, q, k, v):
+        return (q * tokens if way == "of each token" else 0.5 * q + 0.5 * q.roll(1, 2)), k, v
+
+    block = Block(between, attention)
+    site = site_of(block)
+    assert site.effective_scale is None
+    assert not site.qk_norm
+    assert [finding.rule for finding in check(block, torch.randn(BATCH, LENGTH, WIDTH))] == ["cannot-tell"]
+
+
+@torch.library.custom_op("attemper_tests::unit", mutates_args=())
+def unit(x: torch.Tensor) -> torch.Tensor:
+    return functional.normalize(x, dim=-1)
+
+
+@both
+def test_a_norm_of_other_people_is_told_by_what_it_makes(attention):
+    site = site_of(Block(lambda m, q, k, v: (torch.ops.attemper_tests.unit(q), k, v), attention))
+    assert site.effective_scale is None
+    assert site.qk_norm
+
+
+@both
+@pytest.mark.parametrize("equation", ["bnc,hcd->bhnd", "hcd,bnc->bhnd"])
+def test_what_an_einsum_projects_is_as_wide_as_what_it_sums_over(equation, attention):
+    class Summed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(HEADS, WIDTH, DIM))
+
+        def forward(self, x):
+            pair = (x, self.weight) if equation.startswith("b") else (self.weight, x)
+            q = torch.einsum(equation, *pair)
+            return attention(q, q * 1.0, q)
+
+    assert site_of(Summed()).model_dim == WIDTH
+
+
+# -- scores that are shifted, summed up and joined ---------------------------------------------------------------------
+
+
+def shifted(scores, by=torch.amax):
+    return scores - by(scores, -1, keepdim=True)
+
+
+def sink(scores):
+    return torch.full((*scores.shape[:-1], 1), 0.7)
+
+
+LOGITS = {
+    "divided, shifted, multiplied": (lambda s: shifted(s * SCALE / 32) * 32, SCALE, None),
+    "shifted, then multiplied": (lambda s: shifted(s) * SCALE, SCALE, None),
+    "shifted, then divided": (lambda s: shifted(s) / 4, 0.25, None),
+    "shifted twice": (lambda s: shifted(shifted(s * SCALE, torch.mean)), SCALE, None),
+    "shifted twice with a factor between": (lambda s: shifted(shifted(s, torch.mean) * SCALE), SCALE, None),
+    "shifted, then with axes of its own": (lambda s: shifted(s * SCALE).flatten(0, 1), SCALE, None),
+    "by a factor for each head": (
+        lambda s: shifted(s) * torch.tensor([0.5, 0.5]).view(HEADS, 1, 1),
+        (0.5, 0.5),
+        None,
+    ),
+    "summed with a factor": (lambda s: torch.add(torch.zeros(1), other=s, alpha=SCALE), SCALE, None),
+    "subtracted with a factor": (lambda s: torch.sub(torch.zeros(1), s, alpha=SCALE), -SCALE, None),
+    "by a number of NumPy": (lambda s: s * np.float32(SCALE), SCALE, None),
+    "sink behind": (lambda s: torch.cat([s * SCALE, sink(s)], -1), SCALE, 0.7),
+    "sink in front": (lambda s: torch.cat([sink(s), s * SCALE], -1), SCALE, 0.7),
+    "sink in front, then shifted": (lambda s: shifted(torch.cat([sink(s), s * SCALE], -1)), SCALE, 0.7),
+    "sink behind, then multiplied": (lambda s: torch.cat([s, sink(s)], -1) * SCALE, SCALE, 0.7 * SCALE),
+    "sink with scores that were shifted": (
+        lambda s: torch.cat([shifted(s * SCALE), sink(s) - (s * SCALE).amax(-1, keepdim=True)], -1),
+        SCALE,
+        0.7,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_what_is_read_of_scores_is_what_was_meant(name):
+    """A shift of a row changes no softmax; a sink is none of the keys, on whichever side it is joined on."""
+    through, scale, logit = LOGITS[name]
+
+    def attention(q, k, v):
+        weights = through(q @ k.mT).softmax(-1).reshape(BATCH, HEADS, LENGTH, -1)
+        if logit is not None:
+            weights = weights[..., 1:] if "front" in name else weights[..., :-1]
+        return weights @ v
+
+    block = Block(nothing, attention)
+    block.num_heads = HEADS
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    plain = block(x)
+    with watch(block, every=1) as monitor:
+        output = block(x)
+        output.square().mean().backward()
+    assert torch.equal(output, plain)
+    assert not monitor.unseen
+    vitals = monitor.vitals["(root)"]
+    assert vitals.site.effective_scale == pytest.approx(scale)
+    q, k = (x.detach().double() for x in block.kept)
+    sinks = None if logit is None else torch.full((HEADS,), logit, dtype=torch.float64)
+    wanted = read(q, k, scale=scale if isinstance(scale, float) else torch.tensor(scale).double(), sinks=sinks)
+    for field, merge in (
+        ("max_logit", "amax"),
+        ("logsumexp", "mean"),
+        ("entropy", "mean"),
+        ("first_key_weight", "mean"),
+    ):
+        theirs = getattr(getattr(wanted, field), merge)((0, 2))
+        np.testing.assert_allclose(getattr(vitals, field), theirs, rtol=1e-4, atol=1e-5, err_msg=field)
+    scores = (
+        torch.einsum("bhnd,bhmd->bhnm", q, k) * vitals.site.effective_scale[0]
+        if isinstance(scale, tuple)
+        else (q @ k.mT * scale)
+    )
+    scores.requires_grad_()
+    joined = scores if logit is None else torch.cat([scores, torch.full((*scores.shape[:-1], 1), logit)], -1)
+    values = block.v(x).detach().double().view(BATCH, LENGTH, HEADS, DIM).transpose(1, 2)
+    (joined.softmax(-1)[..., :LENGTH] @ values).square().mean().backward()
+    pressure = (scores.grad * scores.detach()).sum((0, 2, 3))
+    np.testing.assert_allclose(vitals.pressure, pressure, rtol=1e-3, atol=1e-6)
+
+
+def test_a_key_that_is_joined_on_is_no_sink():
+    """It is made of q, as no sink is, and has a value of its own."""
+
+    def attention(q, k, v):
+        own = (q * q[:, :, :1]).sum(-1, keepdim=True)
+        weights = torch.cat([q @ k.mT * SCALE, own], -1).softmax(-1)
+        return weights @ torch.cat([v, v[:, :, :1]], 2)
+
+    block = Block(nothing, attention)
+    with watch(block, every=1) as monitor:
+        block(torch.randn(BATCH, LENGTH, WIDTH))
+    assert not monitor.vitals
+    assert list(monitor.unseen) == ["(root)"]
+
+
+# -- queries that no projection made -----------------------------------------------------------------------------------
+
+
+class Pool(nn.Module):
+    """Queries that are learned, and keys and values of the input."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.query = nn.Parameter(torch.randn(2, DIM))
+        self.k, self.v, self.to_q = nn.Linear(WIDTH, DIM), nn.Linear(WIDTH, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        k, v = self.k(x), self.v(x)
+        self.kept = k
+        return self.way(self, k).softmax(-1) @ v
+
+
+POOLS = {
+    "matmul": lambda m, k: m.query @ k.mT * 0.3,
+    "masked": lambda m, k: (m.query @ k.mT * 0.3).masked_fill(torch.zeros(LENGTH, dtype=torch.bool), -math.inf),
+    "with a batch": lambda m, k: m.query[None] @ k.mT * 0.3,
+    "expanded": lambda m, k: m.query.expand(len(k), -1, -1) @ k.mT * 0.3,
+    "bmm": lambda m, k: torch.bmm(m.query.expand(len(k), -1, -1), k.mT) * 0.3,
+    "einsum": lambda m, k: torch.einsum("qd,bkd->bqk", m.query, k) * 0.3,
+    "einsum with dots": lambda m, k: torch.einsum("...qd,...kd->...qk", m.query.expand(len(k), -1, -1), k) * 0.3,
+    "no batch at all": lambda m, k: m.query @ k.mT * 0.3,
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_learned_queries_are_read(name):
+    pool, x = Pool(POOLS[name]), torch.randn(BATCH, LENGTH, WIDTH)
+    if name == "no batch at all":
+        x = x[0]
+    plain = pool(x)
+    with watch(pool, every=1) as monitor:
+        output = pool(x)
+        output.square().mean().backward()
+    assert torch.equal(output, plain)
+    assert not monitor.unseen
+    vitals = monitor.vitals["(root)"]
+    assert vitals.site.head_dim == DIM
+    assert vitals.site.effective_scale is None  # no projection to measure it against
+    assert vitals.site.scale_argument == pytest.approx(0.3)
+    k = pool.kept.detach().double().view(-1, 1, LENGTH, DIM)
+    wanted = read(pool.query.detach().double().expand(len(k), 1, -1, -1), k, scale=0.3)
+    np.testing.assert_allclose(vitals.entropy, wanted.entropy.mean((0, 2)), rtol=1e-4)
+    assert np.isfinite(vitals.pressure).all()
+
+
+def test_a_learned_query_behind_a_projection_has_an_effective_scale():
+    pool = Pool(lambda m, k: m.to_q(m.query) @ k.mT * 0.3)
+    with watch(pool, every=1) as monitor:
+        pool(torch.randn(BATCH, LENGTH, WIDTH))
+    assert monitor.vitals["(root)"].site.effective_scale == pytest.approx(0.3)
+
+
+def test_a_learned_query_in_a_compiled_model():
+    pool = Pool(POOLS["matmul"])
+    fast = torch.compile(pool, backend="eager")
+    with watch(fast, every=1) as monitor:
+        fast(torch.randn(BATCH, LENGTH, WIDTH))
+    assert "written out" in monitor.uncompiled
+    assert list(monitor.vitals) == ["(root)"]
+
+
+@both
+def test_a_weight_in_front_projects_all_the_same(attention):
+    """Features first, as some write it."""
+
+    class First(Block):
+        def forward(self, x):
+            q, k, v = (f.weight @ x.mT for f in (self.q, self.k, self.v))
+            return attention(*(t.unflatten(1, (HEADS, DIM)).mT for t in (q * 0.3, k, v)))
+
+    site = site_of(First(nothing, attention))
+    assert site.effective_scale == pytest.approx(0.3)
+    assert site.model_dim == WIDTH
+
+
+# -- softmaxes whose scores are not seen, in modules that are not called attention -------------------------------------
+
+
+def divided(scores):
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def by_torchs_function(m, q, k, v):
+    x = v.transpose(1, 2).flatten(2).transpose(0, 1)
+    width = HEADS * DIM
+    square = torch.eye(width)
+    return functional.multi_head_attention_forward(
+        x, x, x, width, HEADS, square.repeat(3, 1), torch.zeros(3 * width), None, None, False, 0.0, square, None
+    )[0]
+
+
+UNSEEN = {
+    "by exp": lambda m, q, k, v: divided(q @ k.mT) @ v,
+    "two axes": lambda m, q, k, v: torch.tensordot(q[0, 0], k[0, 0], ([1], [1])).softmax(-1) @ v[0, 0],
+    "tokens": lambda m, q, k, v: m.score(v).softmax(2).mT @ v,
+    "softmin": lambda m, q, k, v: functional.softmin(q @ k.mT, -1) @ v,
+    "gumbel": lambda m, q, k, v: functional.gumbel_softmax(q @ k.mT, dim=-1) @ v,
+    "torch's function": by_torchs_function,
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_softmax_that_weighs_values_is_listed(name, compiled):
+    block = Block(lambda m, q, k, v: (q, k, v), lambda q, k, v: UNSEEN[name](block, q, k, v))
+    block.score = nn.Linear(DIM, 3)
+    model = torch.compile(block, backend="eager") if compiled else block
+    with watch(model, every=1) as monitor:
+        model(torch.randn(BATCH, LENGTH, WIDTH))
+    assert not monitor.vitals
+    assert list(monitor.unseen) == ["(root)"]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda m, x: functional.linear(x[:, 0], m.weight).softmax(-1) @ m.values,
+        lambda m, x: functional.linear(x, m.weight).mT.softmax(1).mT @ m.values,
+        lambda m, x: torch.einsum("bnd,ed->ben", x, m.weight).softmax(1).mT @ m.values,
+        lambda m, x: (m.weight @ x.mT).softmax(1).mT @ m.values,
+        lambda m, x: functional.conv1d(x.mT, m.weight[:, :, None]).softmax(1).mT @ m.values,
+        lambda m, x: torch.exp(-(x @ x.mT)) @ x,
+    ],
+    ids=["class", "turned", "einsum", "weight in front", "convolution", "no sum"],
+)
+def test_a_choice_among_outputs_is_not_listed(way):
+    class Choice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.values = nn.Parameter(torch.randn(4, WIDTH)), nn.Parameter(torch.randn(4, WIDTH))
+
+        def forward(self, x):
+            return way(self, x)
+
+    with watch(Choice(), every=1) as monitor:
+        monitor.model(torch.randn(BATCH, LENGTH, WIDTH))
+    assert not monitor.vitals
+    assert not monitor.unseen

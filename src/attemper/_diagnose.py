@@ -182,7 +182,10 @@ def _scale(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]:
             "information",
             {v.site.path: () for v in unclear},
             f"What multiplies q·k in {places_of(unclear)} could not be measured.",
-            cause="The projections that made q and k were not seen, and the scale argument is not the expected one.",
+            cause=(
+                "The projections that made q and k were not seen, or what multiplies q or k behind them is not one "
+                "number; and the scale argument is not the expected one."
+            ),
             remedy="Declare the scale (declared_scale=), or check it by a probe with a loss.",
         )
 

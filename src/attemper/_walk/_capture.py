@@ -195,9 +195,7 @@ class _Mode(Mode):
         session = self.session
         tag, scores = softmax
         written, shape = self._explicit(tag, scores)
-        batch, heads, queries, keys = shape
-        q = tag.q.reshape(batch, heads, queries, -1)
-        k = tag.k.expand(*tag.q.shape[:-2], *tag.k.shape[-2:]).reshape(batch, heads, keys, -1)
+        q, k = self.operands(tag, shape)
         factor: Any = tag.factor
         if isinstance(factor, Tensor):
             factor = tuple(float(x) for x in factor.flatten())

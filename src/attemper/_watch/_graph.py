@@ -12,7 +12,7 @@ import hashlib
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ._foreign import FOREIGN
-from ._lineage import Lineage, Projected, Scores, Weights, tensors
-from ._origin import Origin, origin_of
+from ._lineage import Lineage, Weights, tensors
+from ._operations import is_softmax, softmax_axis
+from ._origin import Origin, measured, origin_of, with_numbers
 from ._own import NAME as OWN
 from ._read_call import ReadCall
 from ._shapes import four_axes, kind_of
@@ -102,26 +103,14 @@ class Seen:
         """By id, the nodes to hand out so that the factors of q and k can be measured; none where they are known."""
         found = {}
         for tag, own in zip(self.tags, (self.query, self.key), strict=True):
-            if needs_data(tag):
-                for tensor in (own, *(source.tensor for source in tag.sources)):
-                    found[id(tensor)] = self.kept[id(tensor)]
+            for tensor in measured(tag, own):
+                found[id(tensor)] = self.kept[id(tensor)]
         return found
 
     def origins(self, samples: dict[int, Tensor]) -> list[Origin | None]:
         """What happened to q and to k since their projections, with the tensors that `samples` asked for."""
-        found = []
-        for tag, own in zip(self.tags, (self.query, self.key), strict=True):
-            if not needs_data(tag):
-                found.append(origin_of(tag, own))
-                continue
-            sources = tuple(source._replace(tensor=samples[id(source.tensor)]) for source in tag.sources)
-            found.append(origin_of(replace(tag, sources=sources), samples[id(own)]))
-        return found
-
-
-def needs_data(tag: Any) -> bool:
-    """Whether the factor on q or k can only be told from their numbers."""
-    return isinstance(tag, Projected) and (tag.own is None or tag.normalised)
+        pairs = zip(self.tags, (self.query, self.key), strict=True)
+        return [origin_of(with_numbers(tag, samples), samples.get(id(own), own)) for tag, own in pairs]
 
 
 # -- looking ----------------------------------------------------------------------------------------------------------
@@ -173,8 +162,8 @@ class Look:
             self._checkpoint(node, args, value)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):  # noqa: SLF001
             self._other_operator(node)
-        elif name in ("softmax", "_softmax", "softmax_", "log_softmax"):
-            self._softmax(args, kwargs, value)
+        elif is_softmax(name):
+            self._softmax(name, args, kwargs, value)
         elif name == "__getitem__" and isinstance(args[0], (tuple, list)):
             return  # one of several results, each of which has its tag
         else:
@@ -192,14 +181,11 @@ class Look:
             # It wanted a number of a tensor that has none yet: where this one comes from is not known then.
             return
 
-    def _softmax(self, args: Any, kwargs: Any, value: Any) -> None:
-        given = args[0] if args else kwargs["input"]
-        tag = self._lineage.get(given)
-        if isinstance(tag, Scores):
+    def _softmax(self, name: str, args: Any, kwargs: Any, value: Any) -> None:
+        given = tensors(args, kwargs)[0]
+        if self._lineage.scores(given) is not None:
             raise UnreadableError("attention is written out in it")
-        choosing = isinstance(tag, Projected) and tag.own is not None and tag.own.root.outputs == given.shape[-1]
-        if value.dim() >= 3 and not choosing:
-            self._lineage.set(value, Weights(None, unseen=True))
+        self._lineage.weigh(given, softmax_axis(name, args, kwargs), value)
 
     def _fused(self, node: fx.Node, args: Any, kwargs: Any, value: Tensor) -> None:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

@@ -16,7 +16,8 @@ from .._attend import attend
 from .._reading import Reading
 from . import _own
 from ._foreign import FOREIGN, flex_scores
-from ._lineage import Projected, Scores, Weights, tensors, version
+from ._lineage import Scores, Weights, tensors, version
+from ._operations import is_softmax, softmax_axis
 from ._record import (
     Record,
     Written,
@@ -61,8 +62,12 @@ class Mode(TorchFunctionMode):
         try:
             if softmax is not None:
                 self._after_softmax(softmax, result)
-            elif name in ("softmax", "_softmax", "log_softmax"):
-                self._other_softmax(args[0] if args else kwargs["input"], result)
+            elif is_softmax(name):
+                # Its scores were not seen being made.
+                session.lineage.weigh(tensors(args, kwargs)[0], softmax_axis(name, args, kwargs), result)
+            elif name == "multi_head_attention_forward":
+                reason = "torch's multi_head_attention_forward is called by itself, not by torch's module"
+                session.unseen.setdefault(session.place[0], reason)
             elif session.reading and name == _own.NAME:
                 session.add(_own.record_own(session, args, result))
             elif session.reading and name in FOREIGN:
@@ -88,13 +93,6 @@ class Mode(TorchFunctionMode):
                     reason = "it weighs values by a softmax, but what its scores are made of was not seen"
                     self.session.unseen.setdefault(self.session.place[0], reason)
         lineage.follow(name, args, kwargs, result)
-
-    def _other_softmax(self, given: Tensor, result: Tensor) -> None:
-        """One whose scores were not seen being made; over the outputs of a projection it is a router or classifier."""
-        tag = self.session.lineage.get(given)
-        choosing = isinstance(tag, Projected) and tag.own is not None and tag.own.root.outputs == given.shape[-1]
-        if result.dim() >= 3 and not choosing:
-            self.session.lineage.set(result, Weights(None, unseen=True))
 
     def _heads(self, x: Tensor) -> int | None:
         return heads_folded(self.session.place[1], tuple(x.shape), self.session.sequences)
@@ -176,18 +174,25 @@ class Mode(TorchFunctionMode):
     def _written(self, args: Any, kwargs: Any) -> tuple[Scores, Tensor] | None:
         """The scores that a softmax over the last axis takes, where they were seen being made."""
         scores = args[0] if args else kwargs.get("input")
-        tag = self.session.lineage.get(scores)
-        if not isinstance(tag, Scores) or not isinstance(scores, Tensor) or scores.dim() < 2:
+        tag = self.session.lineage.scores(scores)
+        if tag is None or not isinstance(scores, Tensor) or scores.dim() < 2:
             return None
         axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
         return (tag, scores) if axis in (-1, scores.dim() - 1) else None
 
+    def operands(self, tag: Scores, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """The q and k of scores of a shape (batch, heads, queries, keys), each with all their axes."""
+        batch, heads, queries, keys = shape
+        each = torch.broadcast_shapes(tag.q.shape[:-2], tag.k.shape[:-2])
+        q, k = (x.detach().expand(*each, *x.shape[-2:]) for x in (tag.q, tag.k))
+        width = tag.q.shape[-1]
+        return q.reshape(batch, heads, queries, width), k.reshape(batch, heads, keys, width)
+
     def _explicit(self, tag: Scores, scores: Tensor) -> tuple[Written, tuple[int, ...]]:
         heads = self._heads(scores)
         if tag.shift is not None:
-            scores = scores + tag.shift
-        if tag.sinks is not None:
-            scores = scores[..., :-1]
+            scores = scores + tag.shift.reshape(*scores.shape[:-1], 1)
+        scores = tag.of_keys(scores)
         shape = four_axes(tuple(scores.shape), heads)
         product = tag.product
         if product is not None and version(product) != tag.version:
@@ -204,7 +209,7 @@ class Mode(TorchFunctionMode):
         moved = written.capped(scaled * self.session.factor) - written.capped(scaled)
         moved = moved.reshape(*scores.shape[:-1], shape[-1])
         if tag.sinks is not None:
-            moved = functional.pad(moved, (0, 1))
+            moved = functional.pad(moved, (1, 0) if tag.sinks_first else (0, 1))
         heated = (scores.detach().float() + moved).to(scores.dtype)
         return ((heated, *args[1:]), kwargs) if args else (args, {**kwargs, "input": heated})
 
@@ -215,14 +220,14 @@ class Mode(TorchFunctionMode):
         if not session.reading:
             return
         written, shape = self._explicit(tag, scores)
-        batch, heads, queries, keys = shape
-        q = tag.q.detach().reshape(batch, heads, queries, -1) if tag.q.numel() else tag.q
+        batch, _, queries, keys = shape
+        q, k = self.operands(tag, shape)
         scale: Any = tag.factor
         if isinstance(scale, Tensor):
             scale = tuple(float(x) for x in scale.flatten())
         site = session.site(
             q,
-            q.new_empty((batch, heads, keys, 0)),
+            k,
             kind="softmax",
             scale=scale,
             scale_argument=scale,
@@ -235,11 +240,11 @@ class Mode(TorchFunctionMode):
         record = Record(site, written.read(), of_model=session.sequences)
         padding = session.padding_of(site, batch, queries, keys)
         if padding is not None:
-            own = weights.detach()[..., :keys].float().reshape(shape)
+            own = tag.of_keys(weights.detach()).float().reshape(shape)
             record.leave_out(padding, (own * padding[:, None, None].to(own.dtype)).sum(-1))
 
         def of_weights(grad: Tensor) -> None:
-            record.pressure, record.gradient_flow = written.gradients(weights, grad)
+            record.pressure, record.gradient_flow = written.gradients(tag.of_keys(weights), tag.of_keys(grad))
 
         when_differentiated(record, weights, session, of_weights)
         session.lineage.set(weights, Weights(record))
@@ -284,12 +289,12 @@ class Mode(TorchFunctionMode):
     ) -> Record:
         """The Record of a kernel of which the operands are known, read beside it unless that was done inside."""
         session = self.session
-        scale = options.get("scale")
+        scale = None if options.get("scale") is None else float(options["scale"])
         site = session.site(
             q,
             k,
             kind=kind,
-            scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
             scale_argument=scale,
             product_scale=1.0,
             traced=traced,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,14 +38,49 @@ def origin_of(tag: Any, x: Tensor) -> Origin | None:
     """The same from the tag of x."""
     if not isinstance(tag, Projected):
         return None
+    found = _since(tag, x)
+    if found is None or tag.fresh is None:
+        return found
+    tensor, before = tag.fresh
+    earlier = origin_of(before, tensor) or Origin(None, None, False, None)
+    factor = earlier.factor * found.factor if earlier.factor is not None and found.factor is not None else None
+    return found._replace(factor=factor, normalised=found.normalised or earlier.normalised)
+
+
+def measured(tag: Any, x: Tensor) -> Iterator[Tensor]:
+    """The tensors whose numbers `origin_of` looks at, where the tag alone does not tell."""
+    if not isinstance(tag, Projected):
+        return
+    if tag.sources or (tag.own is not None and tag.normalised):
+        yield x
+    yield from (source.tensor for source in tag.sources)
+    if tag.fresh is not None:
+        yield from measured(tag.fresh[1], tag.fresh[0])
+
+
+def with_numbers(tag: Any, known: Mapping[int, Tensor]) -> Any:
+    """The tag with other tensors in place of those that `measured` tells, by their ids."""
+    if not isinstance(tag, Projected):
+        return tag
+    sources = tuple(source._replace(tensor=known[id(source.tensor)]) for source in tag.sources)
+    fresh = tag.fresh
+    if fresh is not None:
+        fresh = (known.get(id(fresh[0]), fresh[0]), with_numbers(fresh[1], known))
+    return replace(tag, sources=sources, fresh=fresh)
+
+
+def _since(tag: Projected, x: Tensor) -> Origin | None:
+    """What happened since the sources; of keys in a cache, since they were joined to it."""
     width = x.shape[-1]
     sources = tag.made_of(x)
     model_dim = sources[0].piece.root.inputs if sources else None
     if tag.own is not None:
         factor: float | None = tag.factor
-        if tag.normalised and _is_cosine(x, tag.factor):
+        if tag.normalised and tag.fresh is None and _is_cosine(x, tag.factor):
             factor = None
         return Origin(factor, width, tag.normalised, model_dim)
+    if not tag.sources:
+        return Origin(None, None, tag.normalised, model_dim)
     count = sum(source.tensor.numel() for source in tag.sources)
     if not count or not x.numel():
         return None
@@ -63,9 +100,10 @@ def origin_of(tag: Any, x: Tensor) -> Origin | None:
     if not (0 < energy < math.inf and 0 < mine < math.inf):
         return Origin(None, width, tag.normalised, model_dim)
     if len(theirs) == 1 and theirs[0] is not tag.sources[0].tensor and not _alike(rows, theirs[0]):
-        return Origin(None, width, True, model_dim)
+        # A norm in a kernel of its own makes them all as long; anything else is a factor that is not one number.
+        return Origin(None, width, tag.normalised or _all_as_long(rows), model_dim)
     factor = mine / math.sqrt(energy)
-    if tag.normalised and _is_cosine(x, factor):
+    if tag.normalised and tag.fresh is None and _is_cosine(x, factor):
         return Origin(None, width, True, model_dim)
     rounding = 1e-3 if x.dtype in (torch.float32, torch.float64) else 1e-2
     return Origin(1.0 if abs(factor - 1) < rounding else factor, width, tag.normalised, model_dim)
@@ -73,7 +111,8 @@ def origin_of(tag: Any, x: Tensor) -> Origin | None:
 
 def _is_cosine(x: Tensor, factor: float) -> bool:
     """Whether a norm made the heads unit vectors: their temperature is then a number of its own, not 1/√d_k."""
-    length = float(row_norms(x).mean()) / abs(factor)
+    rows = row_norms(x)
+    length = float(rows[rows > 0].mean()) / abs(factor)  # a cache may have room left
     return abs(length - 1) < 0.05
 
 
@@ -114,6 +153,11 @@ def _alike(mine: Tensor, theirs: Tensor) -> bool:
     mine, theirs = _in_order(mine.flatten()), _in_order(theirs.flatten())
     theirs = theirs.repeat_interleave(mine.numel() // theirs.numel())
     return _close(mine, theirs, mine[-1], theirs[-1])
+
+
+def _all_as_long(rows: Tensor) -> bool:
+    rows = rows[rows > 0]
+    return rows.numel() > 0 and bool(rows.std(correction=0) < 0.05 * rows.mean())
 
 
 def _close(mine: Tensor, theirs: Tensor, my_largest: Tensor, their_largest: Tensor) -> bool:

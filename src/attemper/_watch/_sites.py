@@ -56,10 +56,9 @@ class Sites:
         head_dim = q.shape[-1]
         factor: float | None = None
         normalised = any(o is not None and o.normalised for o in (of_q, of_k))
-        unknown = of_k is not None and of_k.normalised and of_k.factor is None
-        if of_q is not None and of_q.factor is not None and not unknown:
-            # Keys out of a cache were not seen being made; they were made like those that were.
-            factor = of_q.factor * (of_k.factor if of_k is not None and of_k.factor is not None else 1.0)
+        if of_q is not None and of_q.factor is not None and (of_k is None or of_k.factor is not None):
+            # Keys of which nothing was seen come out of a cache, where models keep them as they were projected.
+            factor = of_q.factor * (1.0 if of_k is None or of_k.factor is None else of_k.factor)
         effective: Any = None
         if factor is not None:
             effective = tuple(s * factor for s in scale) if isinstance(scale, tuple) else scale * factor
