@@ -1,5 +1,6 @@
 """The effective scale: what multiplies the projections' q·k in all, wherever it is applied; and what is declared."""
 
+import json
 import math
 import weakref
 from types import SimpleNamespace
@@ -956,3 +957,19 @@ def test_a_choice_among_outputs_is_not_listed(way):
         monitor.model(torch.randn(BATCH, LENGTH, WIDTH))
     assert not monitor.vitals
     assert not monitor.unseen
+
+
+# -- numbers of NumPy --------------------------------------------------------------------------------------------------
+
+
+def test_options_may_be_numbers_of_numpy():
+    block = Block(nothing, fused)
+    x = torch.randn(BATCH, LENGTH, WIDTH)
+    with watch(block, every=np.int64(2), declared_scale=np.float32(1.0)) as monitor:
+        for _ in range(3):
+            block(x)
+    assert [sample.step for sample in monitor.history] == [0, 2]
+    assert monitor.vitals["(root)"].site.declared_scale == 1.0
+    assert check(block, x, declared_scale=np.float32(1.0)).worst() is None
+    numbered = check(Block(nothing, lambda q, k, v: fused(q, k, v, np.float64(0.5))), x)
+    assert json.loads(json.dumps(numbered.to_dict()))["vitals"]

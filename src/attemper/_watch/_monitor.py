@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -75,8 +76,9 @@ class Monitor:
             raise OptionError(explain("The model is watched already.", "Stop the Monitor that watches it first."))
         if observe not in OBSERVE:
             raise unknown("observe", observe, OBSERVE)
-        for name, value in (("every", every), ("micro_batches", micro_batches), ("keep", keep)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        counts: dict[str, Any] = {"every": every, "micro_batches": micro_batches, "keep": keep}
+        for name, value in counts.items():
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise OptionError(explain(f"{name} is {brief(value)}.", "Pass a whole number of at least 1."))
         if log is not None and not callable(log) and not isinstance(log, (str, Path)):
             fix = "Pass a function of (scalars, step), or the path of a file to append to."
@@ -88,9 +90,9 @@ class Monitor:
         if isinstance(log, (str, Path)):
             _require_file(log)
         self.model = model
-        self.every = every
-        self.micro_batches = micro_batches
-        self.history = deque(maxlen=keep)
+        self.every = int(every)
+        self.micro_batches = int(micro_batches)
+        self.history = deque(maxlen=int(keep))
         self.unseen = {}
         self.uncompiled = None
         self._inside = observe == "inside"
