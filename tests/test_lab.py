@@ -370,7 +370,42 @@ class TestVerdictsCanTurn:
         monkeypatch.setattr(
             module, "_parts", lambda config, rule, *_: Estimate.exact(1.0 if rule == "unscaled" else 0.0)
         )
-        assert lab.run("cost", **REDUCED["cost"]).verdict(25).outcome == HOLDS
+        verdict = lab.run("cost", **REDUCED["cost"]).verdict(25)
+        assert verdict.outcome == HOLDS
+        assert verdict.measured.startswith(
+            "the parts equal the whole to the last bit with the scale and differ from it"
+        )
+        assert "does not follow" not in verdict.reason
+
+    @pytest.mark.parametrize(
+        ("scaled", "unscaled"), [(0.0, 2e-4), (0.0, 6e-3), (2e-5, 2e-5), (1.0, 1.0), (math.nan, 0.0)]
+    )
+    def test_arithmetic_that_slips_decides_nothing_about_parallel_work(self, monkeypatch, scaled, unscaled):
+        """More than rounding explains is no gross difference, and where scaled parts differ the fault is ours."""
+        module = lab.load("cost")
+        found = {"sqrt_dk": scaled, "unscaled": unscaled}
+        monkeypatch.setattr(module, "_parts", lambda config, rule, *_: Estimate.exact(found[rule]))
+        result = lab.run("cost", **REDUCED["cost"])
+        verdict = result.verdict(25)
+        assert verdict.outcome == OPEN
+        assert verdict.reason.startswith("Not every number lies where")
+        assert "last bit" not in verdict.measured or scaled == 0
+        assert "the same output" not in result.summary
+
+    @pytest.mark.parametrize("rule", ["sqrt_dk", "unscaled"])
+    def test_what_rounding_explains_is_no_difference(self, monkeypatch, rule):
+        """Another order of summation in float32, as processors and numbers of threads bring: unscaled up to 1e-5."""
+        module = lab.load("cost")
+        off = {"sqrt_dk": 0.0, "unscaled": 0.0, rule: 1.1e-5 if rule == "unscaled" else 1e-6}
+        monkeypatch.setattr(module, "_parts", lambda config, rule, *_: Estimate.exact(off[rule]))
+        verdict = lab.run("cost", **REDUCED["cost"]).verdict(25)
+        assert verdict.outcome == FAILS
+        assert "differ" in verdict.measured
+
+    def test_lengths_at_which_memory_cannot_be_told(self):
+        verdict = lab.run("cost", lengths=(16, 32)).verdict(25)
+        assert verdict.outcome == FAILS
+        assert "storing the scores" not in verdict.reason
 
     def test_weights_that_do_not_underflow(self):
         assert lab.run("before-after", d_k=(1,), repeats=3).verdict(24).outcome == FAILS

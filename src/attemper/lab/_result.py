@@ -222,15 +222,15 @@ class Verdict:
         if conditional and self.outcome == HOLDS:
             object.__setattr__(self, "outcome", ONLY_IF)
         elif conditional:
-            object.__setattr__(self, "reason", _missed(self.evidence) or self.reason)
+            object.__setattr__(self, "reason", missed(self.evidence) or self.reason)
 
 
-def _missed(evidence: Iterable[Evidence]) -> str:
+def missed(evidence: Iterable[Evidence]) -> str:
     """Which numbers are not where the claim wants them."""
-    missed = [one for one in evidence if one.outcome() != HOLDS]
-    told = "; ".join(f"{one.name}: {one.estimate} ({one.outcome()})" for one in missed[:3])
-    more = f"; and {len(missed) - 3} more" if len(missed) > 3 else ""
-    return f"Not every number lies where the claim wants it: {told}{more}." if missed else ""
+    astray = [one for one in evidence if one.outcome() != HOLDS]
+    told = "; ".join(f"{one.name}: {one.estimate} ({one.outcome()})" for one in astray[:3])
+    more = f"; and {len(astray) - 3} more" if len(astray) > 3 else ""
+    return f"Not every number lies where the claim wants it: {told}{more}." if astray else ""
 
 
 @dataclass(frozen=True, kw_only=True)
