@@ -313,8 +313,19 @@ def test_the_counts_of_operations(small):
     assert row == (256, *[256 * 256 * 64] * 4, 256 * 256 * 64 * 4, 256 * 256 * 4)
     ((length, ours, dot, ratio),) = small["additive"].clock[0].rows
     assert length == 256
-    assert ours > dot
-    assert ratio > 1
+    assert ratio == pytest.approx(ours / dot, rel=1e-4)
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 2.0), (2.0, 1.0)])
+def test_the_clock_decides_nothing(small, monkeypatch, seconds):
+    monkeypatch.setattr(additive, "_time", lambda config, length: seconds)
+    assert lab.ask("additive", SMALL["additive"]).to_json() == small["additive"].to_json()
+
+
+def test_slower_rests_on_what_is_counted(monkeypatch):
+    count = additive._count
+    monkeypatch.setattr(additive, "_count", lambda length, width: count(length, width) | {"ratio": 0.5})
+    assert lab.ask("additive", SMALL["additive"]).verdict(16).outcome == FAILS
 
 
 def test_cosines_want_a_temperature(small):
