@@ -14,6 +14,7 @@ pytest.importorskip("sklearn")
 
 import torch
 
+from attemper._errors import OptionError
 from attemper._progress import silent
 from attemper.lab import Result, _runs, _study, _study_data, training
 from attemper.lab._comparison import Comparison, gap_at_equal_loss, share_difference, steps_to
@@ -198,6 +199,61 @@ def test_digits_from_a_file(tmp_path):
     np.savez(path, images=bunch.images, labels=bunch.target)
     named = dataclasses.replace(TINY.settings(), digits=str(path))
     assert _study_data.load("digits", named, 0).digest == _study_data.load("digits", TINY.settings(), 0).digest
+
+
+IMAGES = np.zeros((30, 8, 8))
+NO_DIGITS = {
+    "text": b"root:x:0:0",
+    "empty": b"",
+    "array": IMAGES,
+    "names": {"x": IMAGES},
+    "pickled": {"images": np.array([None] * 30), "labels": np.zeros(30)},
+    "size": {"images": np.zeros((30, 7, 7)), "labels": np.zeros(30)},
+    "counts": {"images": IMAGES, "labels": np.zeros(29)},
+    "labels": {"images": IMAGES, "labels": np.full(30, 10)},
+    "few": {"images": IMAGES[:2], "labels": np.zeros(2)},
+    "words": {"images": IMAGES, "labels": np.array(["one"] * 30)},
+}
+
+
+@pytest.mark.parametrize("kind", NO_DIGITS)
+def test_files_that_hold_no_digits(tmp_path, kind):
+    path, content = tmp_path / "digits.npz", NO_DIGITS[kind]
+    with path.open("wb") as file:
+        if isinstance(content, bytes):
+            file.write(content)
+        elif isinstance(content, dict):
+            np.savez(file, **content)
+        else:
+            np.save(file, content)
+    with pytest.raises(OptionError) as caught:
+        answer(dataclasses.replace(ONE, digits=str(path)))
+    assert str(caught.value) == (
+        f"digits {str(path)!r} holds no images of digits.\n"
+        "  Pass an .npz file with images, n × 8 × 8, and labels, n whole numbers from 0 to 9; n at least 3."
+    )
+
+
+@pytest.mark.parametrize("knob", ["text", "digits"])
+def test_files_that_are_not_there(tmp_path, knob):
+    missing = str(tmp_path / "nope")
+    with pytest.raises(OptionError) as caught:
+        answer(dataclasses.replace(ONE, **{knob: missing}))
+    assert str(caught.value).startswith(f"{knob} {missing!r} cannot be read: No such file or directory.\n  Pass a")
+    with pytest.raises(OptionError, match=r"cannot be read: Is a directory\."):
+        answer(dataclasses.replace(ONE, **{knob: str(tmp_path)}))
+
+
+def test_records_that_cannot_be_kept_are_refused_before_the_first_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(_runs, "train", lambda *_: pytest.fail("it was trained"))
+    away = tmp_path / "away" / "runs.jsonl"
+    with pytest.raises(OptionError) as caught:
+        answer(ONE, records=away)
+    assert str(caught.value) == (
+        f"records {str(away)!r} cannot be written: No such file or directory.\n  Pass a file in a folder that is there."
+    )
+    with pytest.raises(OptionError, match=r"cannot be read: Is a directory\."):
+        answer(ONE, records=tmp_path)
 
 
 # The verdict

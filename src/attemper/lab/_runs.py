@@ -15,7 +15,7 @@ from typing import Any
 from .._errors import OptionError, brief, explain
 from .._progress import Progress
 from ._study import train
-from ._study_data import Cell, Data, Settings, load
+from ._study_data import Cell, Data, Settings, load, opening
 
 Record = dict[str, Any]
 Run = tuple[Cell, int]
@@ -39,6 +39,9 @@ def conduct(
     keys = {run: key for key, run in wanted.items()}
     # The longest first, so that none of them is left over when the others are done.
     missing = sorted((run for run in runs if run not in found), key=_cost, reverse=True)
+    if path is not None and missing:
+        with opening("records", path, "Pass a file in a folder that is there.", "written"):
+            path.open("ab").close()
     total, done = len(runs), len(runs) - len(missing)
     progress("training runs", done, total)
     made = _together(missing, settings, min(jobs, len(missing))) if jobs > 1 else _in_turn(missing, settings)
@@ -121,7 +124,9 @@ def _read(path: Path | None) -> Iterator[Record]:
     """The records of a file; a line that a kill has cut off is passed over, and its run made again."""
     if path is None or not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with opening("records", path, "Pass the file of an interrupted study, or one that is not there yet."):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +25,8 @@ BLOCK = 4096
 EVERY = 8
 BYTES = 256
 SIDE, PATCH, CLASSES = 8, 2, 10
+FEWEST = 3
+"""Images of which one can be kept from training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,15 @@ class Data(NamedTuple):
 # What is learned from
 
 
+@contextmanager
+def opening(knob: str, path: object, fix: str, what: str = "read") -> Iterator[None]:
+    """A file that the system does not open, as an error that names the knob and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OptionError(explain(f"{knob} {str(path)!r} cannot be {what}: {error.strerror}.", fix)) from None
+
+
 def load(task: str, settings: Settings, seed: int) -> Data:
     """The data of a task; the seed decides which images are kept from training."""
     return _text(settings) if task == "text" else _digits(settings, seed)
@@ -91,7 +104,8 @@ def load(task: str, settings: Settings, seed: int) -> Data:
 
 def _text(settings: Settings) -> Data:
     if settings.text is not None:
-        content = Path(settings.text).read_bytes()
+        with opening("text", settings.text, f"Pass a file of at least {EVERY * BLOCK} bytes."):
+            content = Path(settings.text).read_bytes()
     else:
         # The one long text that every Python carries.
         from pydoc_data.topics import topics
@@ -111,18 +125,34 @@ def _text(settings: Settings) -> Data:
 @cache
 def _images(path: str | None) -> tuple[Any, Any]:
     if path is not None:
-        with np.load(path) as file:
-            return file["images"], file["labels"]
+        return _images_in(path)
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     return bunch.images, bunch.target
 
 
+def _images_in(path: str) -> tuple[Any, Any]:
+    wanted = f"images, n × {SIDE} × {SIDE}, and labels, n whole numbers from 0 to {CLASSES - 1}; n at least {FEWEST}."
+    fix = f"Pass an .npz file with {wanted}"
+    # Opened here: NumPy says of what it does not know that it may be unsafe to read.
+    with opening("digits", path, fix):
+        content = io.BytesIO(Path(path).read_bytes())
+    try:
+        with np.load(content) as file:
+            images, labels = file["images"], file["labels"]
+        right = images.shape == (len(labels), SIDE, SIDE) and images.dtype.kind in "uif" and len(labels) >= FEWEST
+        right = right and labels.ndim == 1 and bool(np.isin(labels, range(CLASSES)).all())
+    except Exception:  # NumPy, zip files and pickles have each their own
+        right = False
+    if not right:
+        raise OptionError(explain(f"digits {path!r} holds no images of digits.", fix))
+    return images, labels
+
+
 def _digits(settings: Settings, seed: int) -> Data:
     images, labels = _images(settings.digits)
-    images = np.asarray(images, dtype=np.float32).reshape(-1, SIDE, SIDE)
-    labels = np.asarray(labels, dtype=np.int64)
+    images, labels = np.asarray(images, dtype=np.float32), np.asarray(labels, dtype=np.int64)
     digest = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
     across = SIDE // PATCH
     patches = images.reshape(-1, across, PATCH, across, PATCH).transpose(0, 1, 3, 2, 4).reshape(-1, across**2, PATCH**2)
