@@ -257,8 +257,35 @@ class TestStreams:
 
         monkeypatch.setattr(Checkup, "save", torn)
         assert main(["check", "zoo:make", "--json", "report.json"]) == 2
-        assert "OSError: no space left" in capsys.readouterr().err
+        message = "attemper: report.json could not be written: no space left.\n  Make room, or write elsewhere.\n"
+        assert capsys.readouterr().err.endswith(message)
         assert [path.name for path in tmp_path.iterdir() if "report" in path.name] == ["report.json"]
+        assert (tmp_path / "report.json").read_text() == "an older one"
+
+    @pytest.mark.parametrize("option", ["--html", "--json"])
+    def test_a_folder_that_takes_no_file_is_refused_at_once(self, stub, monkeypatch, capsys, option):
+        """Asked for access, a folder may say yes and still take no file: /sys does, and a full disk."""
+        calls, touch = stub(), Path.touch
+
+        def refuse(self, *args, **options):
+            if self.parent.name == "sys":
+                raise PermissionError(13, "Permission denied", str(self))
+            touch(self, *args, **options)
+
+        Path("sys").mkdir()
+        monkeypatch.setattr(Path, "touch", refuse)
+        path = f"sys/report.{option.removeprefix('--')}"
+        assert main(["check", "zoo:make", option, path]) == 2
+        message = f"attemper: {path} cannot be written: Permission denied.\n  Write elsewhere.\n"
+        assert capsys.readouterr().err == message
+        assert calls == []
+
+    def test_what_was_tried_leaves_nothing(self, stub, tmp_path):
+        stub()
+        (tmp_path / "report.json").write_text("an older one")
+        before = sorted(tmp_path.iterdir())
+        assert main(["check", "zoo:none", "--json", "report.json"]) == 2
+        assert sorted(tmp_path.iterdir()) == before
         assert (tmp_path / "report.json").read_text() == "an older one"
 
     def test_warnings_are_one_line(self, stub, monkeypatch, capsys):
@@ -374,6 +401,33 @@ assert not {"torch", "transformers", "rich", "gguf"} & set(sys.modules), "import
         assert out == ""
         assert err == "attemper: interrupted.\n"
         assert not [path.name for path in tmp_path.iterdir() if "report" in path.name]
+
+    @pytest.mark.parametrize("arguments", [["lab"], ["lab", "softmax"], ["lab", "softmax", "--json"]])
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+    def test_nowhere_to_write_to(self, arguments):
+        with Path("/dev/full").open("w") as full:
+            command = [sys.executable, "-m", "attemper", *arguments]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 2
+        message = "attemper: No space left on device.\n  Make room, or write elsewhere.\n"
+        assert done.stderr.endswith(message)
+        assert "Errno" not in done.stderr
+        assert "Exception ignored" not in done.stderr
+
+    @pytest.mark.parametrize("module", ["attemper.cli._lab", "attemper._walk", "attemper.lab._questions"])
+    def test_an_interrupt_while_the_command_is_imported(self, module):
+        code = f"""
+import sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from attemper.cli import main
+sys.exit(main(["lab"]))
+"""
+        done = run(code)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "attemper: interrupted.\n")
 
     def test_no_network_and_pure_json(self, tmp_path):
         size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}

@@ -7,41 +7,52 @@ interrupted.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
 
 from .._errors import AttemperError
-from . import _bench, _check, _doctor, _lab, _trace
 from ._shared import INTERRUPTED, OK, USAGE, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    options = _parse(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show × or √ shows a ?, and no traceback.
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+    words = sys.argv[1:] if argv is None else argv
+    options = None
     try:
+        options = _parse(words)
+        for stream in (sys.stdout, sys.stderr):
+            # A terminal that cannot show × or √ shows a ?, and no traceback.
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
         status: int = options.run(options)
+        # Here, where what goes wrong is told: Python would flush once all is over.
+        sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return _interrupted()
     except BrokenPipeError:  # the reader of our output has left, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         return OK
     except Exception as error:
         # Some libraries turn an interrupt that meets them in the middle of an import into an error of their own.
         if any(isinstance(link, KeyboardInterrupt) for link in _chain(error)):
             return _interrupted()
-        if options.traceback:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _give_up_output()
+        if options is not None and options.traceback:
             import traceback
 
             traceback.print_exception(error)
         else:
             say(_in_words(error))
         return USAGE
+
+
+def _give_up_output() -> None:
+    """What is left of it goes nowhere: Python would try once more at the end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupted() -> int:
@@ -60,6 +71,8 @@ def _in_words(error: Exception) -> str:
         return f"attemper: {error}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "attemper: out of memory.\n  Ask for less: fewer tokens or sequences, a smaller type, smaller sizes."
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"attemper: {error.strerror}.\n  Make room, or write elsewhere."
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
     return f"attemper: {type(error).__name__}: {first}\n  Run again with --traceback to see where."
 
@@ -68,7 +81,9 @@ def _in_words(error: Exception) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    # Imported here, where an interrupt finds somebody who says so.
     from .. import __version__
+    from . import _bench, _check, _doctor, _lab, _trace
 
     parser = argparse.ArgumentParser(
         prog="attemper", description="Says whether a model's attention is at the right temperature."

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import OptionError, explain
-from .._models import needs_no_network
-from .._progress import Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from .._progress import Progress
 
 OK, FOUND, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -43,16 +43,30 @@ def writable(option: str, path: Path, suffix: str) -> None:
         )
     if not path.parent.is_dir():
         raise OptionError(explain(f"There is no directory {path.parent}.", "Make it first, or write elsewhere."))
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
         raise OptionError(explain(f"{path} cannot be written.", "Write elsewhere."))
+    draft = _draft(path)
+    try:
+        # Tried and not asked: a folder may say yes and take no file.
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise OptionError(explain(f"{path} cannot be written: {error.strerror}.", "Write elsewhere.")) from None
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
 
 
 def save(path: Path, write: Callable[[Path], object]) -> Path:
     """Written beside its place and moved there whole: an interrupt leaves the old file or the new one."""
-    draft = path.with_name(f".{path.stem}-{os.getpid()}{path.suffix}")
+    draft = _draft(path)
     try:
         write(draft)
         draft.replace(path)
+    except OSError as error:
+        why = error.strerror or error
+        raise OptionError(explain(f"{path} could not be written: {why}.", "Make room, or write elsewhere.")) from error
     finally:
         draft.unlink(missing_ok=True)
     return path
@@ -60,6 +74,8 @@ def save(path: Path, write: Callable[[Path], object]) -> Path:
 
 def quieten(target: str) -> None:
     """Before the libraries are imported: no bars of theirs over ours, and no network where none is needed."""
+    from .._models import needs_no_network
+
     quiet = {
         "TQDM_DISABLE": "1",
         "HF_HUB_VERBOSITY": "error",
