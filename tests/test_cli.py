@@ -111,7 +111,13 @@ class TestExitStatus:
                 ["check", "demo", "--sequences", "two"],
                 "attemper check: error: argument --sequences: 'two' is not a whole number above 0",
             ),
-            (["check", "demo", "extra"], "attemper: error: unrecognized arguments: extra"),
+            (["check", "demo", "extra"], "attemper check: error: unrecognized arguments: extra"),
+            (["doctor", "foo"], "attemper doctor: error: unrecognized arguments: foo"),
+            (
+                ["lab", "--quick"],
+                "attemper lab: error: name a QUESTION for --quick: one that attemper lab lists, or all",
+            ),
+            (["lab", "--all"], "attemper lab: error: name a QUESTION for --all: one that attemper lab lists, or all"),
         ],
     )
     def test_usage(self, capsys, arguments, message):
@@ -121,6 +127,8 @@ class TestExitStatus:
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("usage: attemper")
+        # The usage is that of the command that was meant.
+        assert err.split()[1:3] == ["attemper", arguments[0] if arguments and arguments[0] != "chek" else "[-h]"]
         # Later versions of Python leave the quotes out of choices.
         assert err.splitlines()[-1].replace("'check'", "check") == message.replace("'check'", "check")
 

@@ -425,6 +425,12 @@ class TestBench:
         assert main(["bench", "--list", "--quick"]) == 0
         assert set(capsys.readouterr().out.splitlines()) < set(usual) < set(names)
 
+    def test_a_list_needs_no_kernels(self, capsys):
+        done = run(without("numba", "llvmlite", arguments=["bench", "--list", "--quick"]))
+        assert done.returncode == 0, done.stderr
+        assert main(["bench", "--list", "--quick"]) == 0
+        assert done.stdout == capsys.readouterr().out
+
     def test_what_misses_is_told(self):
         missing = row(
             ratio=1.0954, checks=[Check("speed", 1.0954, 1.1, True), Check("statistics", 0.0502, 0.05, False, "%")]

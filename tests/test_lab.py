@@ -153,6 +153,14 @@ class TestTypes:
                 lab.run("variance", **knobs)
             assert words in str(error.value)
 
+    @pytest.mark.parametrize("question", ["variance", "correlation"])
+    def test_a_correlation_is_at_most_one(self, question):
+        with pytest.raises(ValueError, match=r"^correlation is 2\.\n  Pass a number from 0[.01]* to 1\.$"):
+            lab.run(question, correlation=2)
+
+    def test_one_width_is_no_range(self):
+        assert "at 4 components the ratio" in lab.run("variance", d_k=(4,), relative=0.3, most=5000).summary
+
     def test_values_are_sorted_and_once_each(self):
         config = lab.load("saturation").Config(d_k=(64, 4, 64))
         assert config.d_k == (4, 64)

@@ -1,7 +1,9 @@
 """The questions of the lab about gradients, number types and what might stand in for √d_k."""
 
 import math
+import tomllib
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,6 +197,13 @@ def test_attend_is_right_where_float16_scores_are_infinite(small):
     assert all(row[4] <= row[5] for row in rows)
     aligned = {row[0]: row[1] for row in table(small["overflow"], "itself").rows}
     assert aligned[64] == pytest.approx(math.sqrt(65520 / 64), rel=1e-6)
+
+
+def test_the_extra_of_the_lab_brings_every_type():
+    """What `make lab` installs answers for bfloat16 too, as the documentation shows it."""
+    path = Path(__file__).parent.parent / "pyproject.toml"
+    extras = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
+    assert any("bfloat16" in one for one in extras["lab"])
 
 
 def test_an_attention_that_does_not_subtract_the_largest_fails(monkeypatch):

@@ -315,6 +315,16 @@ def test_verdict_equal_everywhere():
     assert "training ends worse on text at no head width, at no depth" in words
 
 
+def test_a_part_that_was_not_tried_is_named():
+    """--quick has one depth and one learning rate: nothing can be said of deeper models, nor of instability."""
+    told = ("Depth was not varied: all models have 2 layers", "No learning rate above 0.003 was tried")
+    config = dataclasses.replace(training.QUICK, width=8)
+    words = judged(lambda cell, seed: record(noise=jitter(cell, seed)), config)[2]
+    assert all(one in words for one in told)
+    words = judged(lambda cell, seed: record(noise=jitter(cell, seed)))[2]
+    assert not any(one in words for one in told)
+
+
 def test_verdict_better_everywhere():
     def make(cell, seed):
         return record(worse=-0.2 if cell.rule == "unscaled" else 0, noise=jitter(cell, seed))

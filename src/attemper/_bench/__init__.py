@@ -69,6 +69,7 @@ def run(
     `threads` is a number in place of one and all of them; `only` a part of the name of a case, or a pattern with *.
     """
     cases = _chosen(selection, device, threads, only)
+    require(device)
     import torch
 
     before = torch.get_num_threads()
@@ -129,22 +130,32 @@ def _record_on_gpu(rows: Iterable[Row]) -> dict[str, Any]:
     }
 
 
+def require(device: str) -> None:
+    """Refuse to measure where there is nothing to measure; to list the cases takes torch alone."""
+    package, extra = ("triton", "cuda") if device == "cuda" else ("numba", "cpu")
+    _require(device, package, extra)
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise OptionError(explain("torch sees no CUDA device here.", "Leave --device out, or give cpu."))
+
+
+def _require(device: str, package: str, extra: str) -> None:
+    if find_spec(package) is None:
+        kernels = "Triton" if device == "cuda" else "Numba"
+        headline = f"The benchmark compares kernels of {kernels} with torch, and {package} is not installed."
+        raise OptionError(explain(headline, f"pip install 'attemper[{extra}]'"))
+
+
 def _all_cases(device: str, threads: int | None) -> list[Any]:
-    kernels, package, extra = ("Triton", "triton", "cuda") if device == "cuda" else ("Numba", "numba", "cpu")
-    for needed, brings in (("torch", "torch"), (package, extra)):
-        if find_spec(needed) is None:
-            headline = f"The benchmark compares kernels of {kernels} with torch, and {needed} is not installed."
-            raise OptionError(explain(headline, f"pip install 'attemper[{brings}]'"))
+    _require(device, "torch", "torch")
     if device == "cpu":
         from . import _cases
 
         return _cases.all_cases(threads)
     if threads is not None:
         raise OptionError(explain("A number of threads is about the CPU.", "Leave --threads out, or --device."))
-    import torch
-
-    if not torch.cuda.is_available():
-        raise OptionError(explain("torch sees no CUDA device here.", "Leave --device out, or give cpu."))
     from . import _cuda
 
     return _cuda.all_cases()

@@ -89,12 +89,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="attemper", description="Says whether a model's attention is at the right temperature."
     )
     parser.add_argument("--version", action="version", version=f"attemper {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for command in (_check, _lab, _trace, _doctor, _bench):
         command.add_parser(commands)
     for parser_of_command in commands.choices.values():
         parser_of_command.add_argument("--traceback", action="store_true", help="show where an error came from")
-    return parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # With the usage of the command that was meant.
+        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     if options.list:
         sys.stdout.write("".join(f"{name}\n" for name in names))
         return OK
+    _bench.require(options.device)
     console = open_console()
     quieten("demo")
     if (load := _bench.busy()) is not None and load > cores() / 2:

@@ -72,7 +72,10 @@ class _Parser(argparse.ArgumentParser):
         except Exception as error:
             # Told where every error is told, once the command runs.
             return argparse.Namespace(run=_raise(error), traceback="--traceback" in words), []
-        return super().parse_known_args(words, namespace)
+        options, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self.error(f"name a QUESTION for {unknown[0]}: one that attemper lab lists, or all")
+        return options, []
 
 
 def _raise(error: Exception) -> Callable[[argparse.Namespace], NoReturn]:

@@ -48,7 +48,7 @@ def reason(config: Config, comparison: Comparison, points: Sequence[Point]) -> s
     said = [f"Without √d_k training ends worse {ends}."]
     if others:
         said.append(f"Of the other parts of the claim, {'; '.join(others)}.")
-    said.append(_stability_in_words(config, comparison))
+    said += [_stability_in_words(config, comparison), _not_tried(config, points)]
     return " ".join(one for one in said if one)
 
 
@@ -119,6 +119,18 @@ def _stability_in_words(config: Config, comparison: Comparison) -> str:
         f"At learning rates above {config.at_learning_rate:g}, {bad} of {runs} runs without √d_k and {as_bad} of "
         f"{as_many} with it diverged."
     )
+
+
+def _not_tried(config: Config, points: Sequence[Point]) -> str:
+    """The parts of the claim of which this design can say nothing."""
+    parts = {point.part for point in points}
+    said = []
+    if by.DEEPER not in parts:
+        layers = f"{config.at_depth} layer{'' if config.at_depth == 1 else 's'}"
+        said.append(f"Depth was not varied: all models have {layers}, and nothing is said of deeper ones.")
+    if by.UNSTABLE not in parts:
+        said.append(f"No learning rate above {config.at_learning_rate:g} was tried, where instability would show.")
+    return " ".join(said)
 
 
 def summary(config: Config, comparison: Comparison, points: Sequence[Point]) -> str:

@@ -40,10 +40,17 @@ def rounded(x: float) -> float:
 
 
 def knob(
-    default: Any, means: str, *, least: float | None = None, choices: tuple[str, ...] = (), fewest: int = 1
+    default: Any,
+    means: str,
+    *,
+    least: float | None = None,
+    largest: float | None = None,
+    choices: tuple[str, ...] = (),
+    fewest: int = 1,
 ) -> Any:
     """A field of a Config: its default, what it means, what it may be, and of several how many there must be."""
-    return field(default=default, metadata={"means": means, "least": least, "choices": choices, "fewest": fewest})
+    limits = {"least": least, "largest": largest, "choices": choices, "fewest": fewest}
+    return field(default=default, metadata={"means": means, **limits})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +91,11 @@ class Config:
             return
         whole = isinstance(sample, int)
         right = isinstance(one, int if whole else (int, float)) and not isinstance(one, bool) and math.isfinite(one)
-        least = metadata["least"]
-        if not right or (least is not None and one < least):
+        least, largest = metadata["least"], metadata["largest"]
+        if not right or (least is not None and one < least) or (largest is not None and one > largest):
             kind = "whole number" if whole else "number"
             bound = "" if least is None else f" of at least {least:g}"
+            bound = bound if largest is None else f" from {least:g} to {largest:g}"
             raise OptionError(explain(f"{name} is {brief(one)}.", f"Pass a {kind}{bound}."))
 
     def to_dict(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Config(Base):
     """The knobs of `correlation`."""
 
     d_k: tuple[int, ...] = knob((16, 64, 256, 1024), "head widths", least=2, fewest=2)
-    correlation: float = knob(0.5, "of a query's components with those of the key it looks for", least=0.01)
+    correlation: float = knob(0.5, "of a query's components with those of the key it looks for", least=0.01, largest=1)
     keys: int = knob(128, "keys; each query looks for one of them", least=2)
     half_width: float = knob(0.01, "wanted half-width of every mean", least=1e-5)
     most: int = knob(1000, "batches at the most", least=2)

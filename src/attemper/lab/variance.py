@@ -32,7 +32,7 @@ class Config(Base):
     )
     relative: float = knob(0.01, "wanted half-width of a variance, as a share of it", least=1e-4)
     tolerance: float = knob(0.05, "how near to d_k counts as d_k, as a share of it", least=1e-4)
-    correlation: float = knob(0.3, "correlation of q with k where the claim fails", least=0)
+    correlation: float = knob(0.3, "correlation of q with k where the claim fails", least=0, largest=1)
     mean: float = knob(0.5, "mean of the components where the claim fails", least=0)
     most: int = knob(400_000, "pairs at the most for one variance", least=1)
 
@@ -95,7 +95,7 @@ def run(config: Config, progress: Progress = silent) -> Result:
         question="variance",
         config=config,
         summary=f"A dot product of d_k independent terms has variance d_k, whatever their distribution: "
-        f"from {config.d_k[0]} to {config.d_k[-1]} components the ratio stays within {config.tolerance:.0%} of 1. "
+        f"{_widths(config.d_k)} the ratio stays within {config.tolerance:.0%} of 1. "
         "Divided by √d_k the variance is 1. Correlation, unequal directions and a mean break this in ways that "
         "√d_k does not mend.",
         verdicts=verdicts,
@@ -260,6 +260,10 @@ def _typical(config: Config) -> tuple[Verdict, Table]:
         rows=tuple((b, share, math.erfc(b / math.sqrt(2 * TYPICAL))) for b, share in beyond.items()),
     )
     return verdict, table
+
+
+def _widths(d_k: tuple[int, ...]) -> str:
+    return f"from {d_k[0]} to {d_k[-1]} components" if len(d_k) > 1 else f"at {d_k[0]} components"
 
 
 def _range(name: str, evidence: list[Evidence]) -> str:
