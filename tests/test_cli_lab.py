@@ -91,6 +91,14 @@ class TestList:
         assert "(claims 1, 2, 5)" in lines[0]
         assert "attemper lab all" in err
 
+    @pytest.mark.parametrize("columns", [60, 80])
+    def test_it_keeps_to_the_width(self, monkeypatch, capsys, columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["lab"]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= columns
+        assert [line.split()[0] for line in out.splitlines() if line[0] != " "] == list(lab.QUESTIONS)
+
     def test_json(self, capsys):
         assert main(["lab", "--json"]) == 0
         assert [one["name"] for one in json.loads(capsys.readouterr().out)] == list(lab.QUESTIONS)

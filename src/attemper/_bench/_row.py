@@ -39,11 +39,18 @@ class Check:
 
     @property
     def missed(self) -> str:
-        """What was found, in words that tell it from the limit."""
-        return f"{self.what} {number(self.found, self.unit, 3)}"
+        """What was found and what is required, with as many digits as tell the one from the other."""
+        digits = 3
+        while digits < 6 and float(number(self.found, "", digits)) == self.limit:
+            digits += 1
+        return f"{self.what} {number(self.found, self.unit, digits)} ({self._required})"
+
+    @property
+    def _required(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {number(self.limit, self.unit)}"
 
     def __str__(self) -> str:
-        return f"{self.what} {'≥' if self.at_least else '≤'} {number(self.limit, self.unit)}"
+        return f"{self.what} {self._required}"
 
 
 def number(value: float, unit: str, digits: int = 2) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._shared import OK, count, open_console, quieten, say, show_progress, warnings_in_words
+from ._shared import OK, count, open_console, quieten, room, say, show_progress, warnings_in_words
 
 if TYPE_CHECKING:
     from .._bench import Row
@@ -28,9 +29,10 @@ Close what else is running: a benchmark on a busy machine measures the others.
 Span = tuple[str, str]
 HEAD = (
     "", "dtype", "threads", "attemper", "torch", "kernel",
-    "speed", "of product", "statistics", "read", "required", "met",
+    "speed", "of product", "statistics", "read", "met",
 )  # fmt: skip
-LEFT = (0, 1, 5, 10, 11)  # columns that are words
+LEFT = (0, 1, 5, 10)  # columns that are words
+NAMES = 3  # columns that say which case it is
 
 
 def add_parser(commands: Any) -> None:
@@ -99,7 +101,7 @@ def _show(rows: list[Row], as_json: bool, in_all: int, device: str) -> None:
     from rich.text import Text
 
     console = open_console(stderr=False)
-    for line in table(rows):
+    for line in table(rows, room()):
         text = Text()
         for part, style in line:
             text.append(part, style=style or None)
@@ -129,22 +131,27 @@ def _show(rows: list[Row], as_json: bool, in_all: int, device: str) -> None:
 # The table
 
 
-def table(rows: Sequence[Row]) -> Iterator[list[Span]]:
-    """Lines of styled text, the columns as wide as they need to be."""
+def table(rows: Sequence[Row], width: int = 10_000) -> Iterator[list[Span]]:
+    """Lines of styled text, the columns as wide as they need to be; where that is too much, two lines a case."""
     cells: list[tuple[str, ...]] = [tuple(map(str, _cells(row))) for row in rows]
     wide = [max(map(len, column)) for column in zip(HEAD, *cells, strict=True)]
     # Columns that nobody fills are left out.
     used = [i for i in range(len(HEAD)) if i == 0 or any(row[i] for row in cells)]
+    gap, indent = "  ", ""
+    if stacked := sum(wide[i] for i in used) + len(gap) * (len(used) - 1) > width:
+        used, indent = [i for i in used if i >= NAMES], "    "
+        if len(indent) + sum(wide[i] for i in used) + len(gap) * (len(used) - 1) > width:
+            gap = " "
 
     def line(row: Sequence[str], style: str = "") -> list[Span]:
-        parts: list[Span] = []
+        parts: list[Span] = [(indent, "")]
         for i in used:
             text = f"{row[i]:<{wide[i]}}" if i in LEFT else f"{row[i]:>{wide[i]}}"
             colour = style
             if HEAD[i] == "met" and not style:
                 colour = "green" if row[i] == "yes" else "yellow"
-            parts += [(text, colour), ("  ", "")]
-        return parts
+            parts += [(text, colour), (gap, "")]
+        return parts[:-1]
 
     yield line(HEAD, "bold")
     section = ""
@@ -152,7 +159,19 @@ def table(rows: Sequence[Row]) -> Iterator[list[Span]]:
         if row.section != section:
             section = row.section
             yield [(section, "bold")]
+        if stacked:
+            threads = f"{shown[2]} thread{'' if row.threads == 1 else 's'}" if shown[2] else ""
+            yield from _folded(", ".join(filter(None, (shown[0].strip(), shown[1], threads))), 2, width)
         yield line(shown)
+        if row.skipped:
+            yield from _folded(f"skipped: {row.skipped}", 4, width)
+        elif missed := [check.missed for check in row.checks if not check.met]:
+            yield from _folded(f"misses: {', '.join(missed)}", 4, width)
+
+
+def _folded(text: str, indent: int, width: int) -> Iterator[list[Span]]:
+    for part in textwrap.wrap(text, max(20, width - indent), break_long_words=False, break_on_hyphens=False):
+        yield [(" " * indent + part, "")]
 
 
 def _cells(row: Row) -> Iterator[str]:
@@ -179,12 +198,7 @@ def _cells(row: Row) -> Iterator[str]:
     yield "" if row.share is None else f"{100 * row.share:.0f} %"
     yield found("statistics") if cost is None else number(cost - 1, "%")
     yield found("read") if share is None else number(share, "×")
-    yield str(row.checks[0]) if row.checks else ""
-    if not row.checks and not row.skipped:
-        yield ""
-        return
-    missed = [check.missed for check in row.checks if not check.met]
-    yield f"skipped: {row.skipped}" if row.skipped else "no: " + ", ".join(missed) if missed else "yes"
+    yield "" if not row.checks or row.skipped else "yes" if row.met else "no"
 
 
 def _time(seconds: float | None) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .._errors import OptionError, explain
-from ._shared import FOUND, OK, open_console, say, show_progress, warnings_in_words
+from ._shared import FOUND, OK, open_console, room, say, show_progress, warnings_in_words
 
 EXAMPLES = """\
 examples:
@@ -79,12 +80,14 @@ def _show(record: Mapping[str, Any]) -> None:
     console = open_console(stderr=False)
     last = None
     for title, spans in _lines(record):
-        text = Text(f"{'' if title == last else title:<{WIDTH}}", style="bold")
-        for part, style in spans:
-            text.append(part, style=style or "not bold")
+        text, end = Text.assemble(*spans), 0
         # A long path stays in one piece.
-        console.print(text, soft_wrap=True)
-        last = title
+        for line in textwrap.wrap(text.plain, max(20, room() - WIDTH), break_long_words=False, break_on_hyphens=False):
+            start = text.plain.index(line, end)
+            end = start + len(line)
+            head = Text(f"{'' if title == last else title:<{WIDTH}}", style="bold")
+            console.print(Text.assemble(head, text[start:end]), soft_wrap=True)
+            last = title
 
 
 def _lines(record: Mapping[str, Any]) -> Iterator[tuple[str, list[Span]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..lab._questions import fix_for, missing_for
 from ..lab._questions import question as question_of
 from ._lab_all import add_options as add_options_of_all
 from ._lab_all import run as run_all
-from ._shared import OK, open_console, quieten, save, say, show_progress, warnings_in_words, writable
+from ._shared import OK, open_console, quieten, room, save, say, show_progress, warnings_in_words, writable
 
 EXAMPLES = """\
 examples:
@@ -105,7 +106,9 @@ def show_questions(options: argparse.Namespace) -> int:
         if missing:
             notes.append(f"needs {', '.join(missing)}")
             fixes.append(fix_for(missing))
-        sys.stdout.write(f"{one.name:<{wide}}  {one.asks}{'  (' + '; '.join(notes) + ')' if notes else ''}\n")
+        text = one.asks + (f"  ({'; '.join(notes)})" if notes else "")
+        lines = textwrap.wrap(text, max(20, room() - wide - 2), break_long_words=False, break_on_hyphens=False)
+        sys.stdout.write(f"{one.name:<{wide}}  " + f"\n{'':<{wide}}  ".join(lines) + "\n")
     say("\nattemper lab QUESTION asks one of them, attemper lab all asks them all. Both take --quick and --help.")
     for fix in dict.fromkeys(fixes):
         say(f"For what is missing: {fix}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,6 +26,11 @@ def say(text: str) -> None:
     """One line on standard error, plain: it may hold brackets that rich would take for markup."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+
+
+def room() -> int:
+    """The columns of the terminal, or what COLUMNS says; into a pipe a line may be as long as it is."""
+    return shutil.get_terminal_size((10_000, 24)).columns
 
 
 def count(text: str) -> int:
