@@ -226,6 +226,20 @@ def test_a_legend_names_each_series_in_order():
     assert kinds == ["Rectangle", "Rectangle", "Line2D"]
 
 
+@pytest.mark.parametrize(("scale", "y"), [("linear", (0.25, 1.887)), ("log2", (0.25, 1.82)), ("log10", (0.025, 1.64))])
+def test_the_name_of_an_axis_is_clear_of_its_numbers(scale, y):
+    """Also where the axis ends at a number: other fonts, as a browser has, are larger than those of a draft."""
+    line = Series(name="one", x=(1, 2), y=y)
+    panel = Panel(title="P", x_label="x", y_label="height", series=(line,), y_scale=scale)
+    figure = lab_figure(result(panels=(panel,)).to_dict())
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    low, high = axes.get_ylim()
+    numbers = [t for t in axes.get_yticklabels() if t.get_text() and low <= t.get_position()[1] <= high]
+    highest = max(one.get_window_extent().y1 for one in numbers)
+    assert axes.yaxis.label.get_window_extent().y0 - highest > 5
+
+
 def test_svg_is_the_same_every_time():
     assert lab_svg(RECORD) == lab_svg(copy.deepcopy(RECORD))
 
@@ -459,6 +473,14 @@ def test_the_page_has_tables_config_versions_and_the_clock():
 def test_the_same_question_twice():
     checker = Checker(page([RECORD, RECORD]))
     assert len(checker.ids) == len(set(checker.ids))
+
+
+def test_a_command_breaks_between_its_options_only():
+    record = result().to_dict() | {"command": "attemper lab variance --half-width 0.1 --text '<b>-'"}
+    text = page([record])
+    assert '<span class="whole">--half-width</span> 0.1' in text
+    assert "<b>-" not in text
+    assert ".code .whole { white-space: nowrap; }" in text
 
 
 def test_nothing_in_a_record_is_markup():

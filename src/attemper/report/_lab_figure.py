@@ -203,6 +203,8 @@ def _panel(place: FigureBase, panel: Record) -> None:
     axes.set_ylabel("\n".join(above), rotation=0, ha="left", va="bottom", y=1.02, alpha=0.8)
     draw = _bars if panel["kind"] == "bar" else _lines
     handles = draw(axes, panel)
+    if panel["kind"] != "bar":
+        _lower(axes)
     for side in ("left", "bottom"):
         axes.spines[side].set_alpha(0.35)
     axes.tick_params(length=3, width=0.8, pad=4)
@@ -432,6 +434,16 @@ def _scale(axes: Axes, which: str, scale: str, reach: Sequence[float], *, places
             set_limit(-0.03 * finite[-1] if finite[0] < 0.03 * finite[-1] else 0, 1.06 * finite[-1])
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+
+
+def _lower(axes: Axes) -> None:
+    """Room above the highest number, over which the name of the axis stands."""
+    scale = axes.yaxis.get_transform()
+    low, high = scale.transform(axes.get_ylim())
+    places = [at for at in scale.transform(axes.get_yticks()) if low < at <= high]
+    reach = low + (max(places, default=low) - low) / 0.97
+    if reach > high:
+        axes.set_ylim(top=float(scale.inverted().transform(reach)))
 
 
 _RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")

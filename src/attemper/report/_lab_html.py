@@ -331,11 +331,16 @@ def _cells(row: Sequence[Any], right: Sequence[bool]) -> Iterator[str]:
 
 def _again(record: Record, i: int) -> str:
     blocks = "".join(
-        f'<div class="code"><div class="tools" data-tools="{i}.{key}"></div><pre tabindex="0"><code>{html.escape(text)}'
+        f'<div class="code"><div class="tools" data-tools="{i}.{key}"></div><pre tabindex="0"><code>{_unbroken(text)}'
         "</code></pre></div>"
         for key, text in (("command", record["command"]), ("code", record["code"]))
     )
     return f'<h3 class="part">Ask it again</h3><div class="again">{blocks}</div>'
+
+
+def _unbroken(text: str) -> str:
+    """A browser breaks a line behind a hyphen too: what holds one stays whole."""
+    return re.sub(r"\S*-\S*", lambda word: f'<span class="whole">{word[0]}</span>', html.escape(text))
 
 
 def _setup(record: Record) -> str:
