@@ -1,6 +1,7 @@
 """`attemper trace`: what it prints where, what it exits with, and what it says of inputs that make no sense."""
 
 import importlib.util
+import io
 import json
 import subprocess
 import sys
@@ -137,11 +138,29 @@ class TestVectors:
         assert "−2 × 1 = −2" in out
         assert "0.707106781" in out
 
+    def test_infinities_of_both_signs(self, capsys):
+        out, _ = ran(capsys, "--vectors", "1e308 -1e308 · 1e308 1e308")
+        told = " ".join(out.split())
+        assert "? ∞ − ∞ has no value: these numbers are too large for float64." in told
+        assert "too large" not in ran(capsys, "--vectors", "1e308 1 · 1e308 1")[0]
+
     def test_softmax_with_and_without(self, capsys):
         out, _ = ran(capsys, "--vectors", "12 2 -1", "--d-k", 64)
         assert "0.9999523" in out
         assert "divided by √64 = 8" in out
         assert "0.6741195" in out
+
+
+class TestStandardInput:
+    def test_text(self, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"love Apple\nphones\n")))
+        out, _ = ran(capsys, "-")
+        assert "love Apple phones" in " ".join(out.split())
+
+    def test_nothing(self, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" \n")))
+        assert main(["trace", "-"]) == 2
+        assert capsys.readouterr().err == "attemper: Standard input is empty.\n  Give a few words.\n"
 
 
 class TestModel:

@@ -269,3 +269,11 @@ else:
 def test_public_names_are_sorted_and_there():
     assert attemper.__all__ == sorted(attemper.__all__)
     assert all(hasattr(attemper, name) for name in attemper.__all__)
+
+
+def test_a_shell_completes_what_is_public():
+    """Also what is imported when it is first used; and not what this module needs for itself."""
+    assert {*attemper.__all__, "__version__"} <= set(dir(attemper))
+    assert not {"Any", "TYPE_CHECKING", "import_module"} & set(dir(attemper))
+    code = "import sys, attemper; assert {'check', 'nn'} <= set(dir(attemper)); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

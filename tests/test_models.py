@@ -534,6 +534,19 @@ class TestText:
         assert cuts == [(i * size, (i + 1) * size) for i in range(count)]
         assert cuts[-1][1] <= length
 
+    def test_a_text_of_one_token(self):
+        """More --tokens would not help."""
+        with pytest.raises(
+            OptionError, match=r"^The text has 1 token, and attention compares two\.\n  Give a longer text\.$"
+        ):
+            _inputs._cut(1, _target.Wanted(), 512)
+
+    def test_a_sequence_that_the_tokenizer_fills(self):
+        with pytest.raises(
+            OptionError, match=r"^A sequence of 2 tokens has room for 0 of the text\.\n  Give more --tokens\.$"
+        ):
+            _inputs._cut(50, _target.Wanted(tokens=0), 0, around=2)
+
     def test_too_little_text(self, tmp_path, bpe):
         tiny("llama").save_pretrained(tmp_path / "llama")
         bpe.save_pretrained(tmp_path / "llama")

@@ -101,18 +101,25 @@ def _ids(
         raise OptionError(explain(headline, fix))
     around = len(tokenizer.before) + len(tokenizer.after)
     cuts = _cut(
-        len(found), replace(wanted, tokens=None if wanted.tokens is None else wanted.tokens - around), room - around
+        len(found),
+        replace(wanted, tokens=None if wanted.tokens is None else wanted.tokens - around),
+        room - around,
+        around,
     )
     rows = [[*tokenizer.before, *found[start:stop], *tokenizer.after] for start, stop in cuts]
     words = f"{_sequences(len(rows))} of {len(rows[0])} tokens of {source}"
     return torch.tensor(rows), words, ()
 
 
-def _cut(length: int, wanted: Wanted, room: int) -> list[tuple[int, int]]:
-    """Where to cut `length` tokens into equal sequences of at most `room`, without padding."""
-    if room < 1 or length < 2:
-        fix = "Give a longer text, or more --tokens."
-        raise OptionError(explain(f"The text has {length} tokens, a sequence room for {max(room, 0)}.", fix))
+def _cut(length: int, wanted: Wanted, room: int, around: int = 0) -> list[tuple[int, int]]:
+    """Where to cut `length` tokens into equal sequences of at most `room`, without padding, beside `around` others."""
+    if length < 2:
+        tokens = f"{length} token{'' if length == 1 else 's'}"
+        raise OptionError(explain(f"The text has {tokens}, and attention compares two.", "Give a longer text."))
+    if room < 1:
+        asked = f"{room + around} token{'' if room + around == 1 else 's'}"
+        headline = f"A sequence of {asked} has room for 0 of the text."
+        raise OptionError(explain(headline, "Give more --tokens."))
     if wanted.sequences is not None:
         size = min(room, length // wanted.sequences)
         if size < 2 or (wanted.tokens is not None and size < room):

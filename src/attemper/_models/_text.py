@@ -8,8 +8,8 @@ from pathlib import Path
 from .._errors import OptionError, explain
 
 
-def read_text(source: str) -> str:
-    """The text of a file, or of standard input for "-"."""
+def read_text(source: str, wanted: str = "A few thousand words give the surest answer.") -> str:
+    """The text of a file, or of standard input for "-"; `wanted` is said where there is none."""
     name = "Standard input" if source == "-" else source
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
@@ -30,7 +30,7 @@ def read_text(source: str) -> str:
     if "\0" in text:
         raise OptionError(explain(f"{name} is binary.", "Give --text a text file in UTF-8."))
     if not text.strip():
-        raise OptionError(explain(f"{name} is empty.", "A few thousand words give the surest answer."))
+        raise OptionError(explain(f"{name} is empty.", wanted))
     return text
 
 

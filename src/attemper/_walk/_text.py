@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from .._errors import OptionError, brief, explain
 
+VARIANTS = "\ufe0e\ufe0f"
+"""After a symbol: as text, or in colour."""
+
 SHORTEST = 2
 """One word has one weight, and that is 1."""
 
@@ -55,15 +58,21 @@ def split(text: str) -> list[tuple[int, int]]:
             start += 1
             continue
         stop = next((i for i in range(start, len(text)) if text[i].isspace()), len(text))
-        first = next((i for i in range(start, stop) if not _is_mark(text[i])), stop)
-        last = next((i for i in range(stop, first, -1) if not _is_mark(text[i - 1])), first)
+        marks = _marks(text[start:stop])
+        first = next((start + i for i, mark in enumerate(marks) if not mark), stop)
+        last = next((i for i in range(stop, first, -1) if not marks[i - 1 - start]), first)
         found += [(a, b) for a, b in ((start, first), (first, last), (last, stop)) if a < b]
         start = stop
     return found
 
 
-def _is_mark(character: str) -> bool:
-    return unicodedata.category(character)[0] in "PS"
+def _marks(characters: str) -> list[bool]:
+    """Which of them are punctuation and symbols; what joins or varies one, as in 👨‍👩‍👧, goes with what it follows."""
+    marks: list[bool] = []
+    for one in characters:
+        follows = unicodedata.category(one) == "Cf" or one in VARIANTS
+        marks.append((bool(marks) and marks[-1]) if follows else unicodedata.category(one)[0] in "PS")
+    return marks
 
 
 def of_words(text: str) -> Sentence:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._errors import OptionError, explain
-from .._models import DTYPES, load
+from .._models import DTYPES, load, read_text
 from .._walk import gaze, of_vectors, see, seeded, walk_through
 from ._shared import OK, count, open_console, quieten, save, say, show_progress, warnings_in_words, writable
 
@@ -45,7 +45,7 @@ def add_parser(commands: Any) -> None:
     # argparse takes -1,2 for an option and -1 for a number: to it both are numbers here.
     trace._negative_number_matcher = re.compile(r"^[-−][\d.].*$")  # noqa: SLF001
     add = trace.add_argument
-    add("text", metavar="TEXT", nargs="*", help="the sentence")
+    add("text", metavar="TEXT", nargs="*", help="the sentence, - for standard input")
     add("--model", metavar="TARGET", help="run it through a model: demo, a directory, a hub id, package.module:factory")
     add("--layer", metavar="N", type=_index, help="the layer to show, from 0 (default: 0; all of them with --word)")
     add("--head", metavar="N", type=_index, help="the head to show, from 0 (default: 0; all of them with --word)")
@@ -76,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
     options.text = " ".join(options.text) if options.text else None
     if options.text is None and options.json not in (None, "-") and Path(options.json).suffix != ".json":
         options.text, options.json = options.json, "-"
+    if options.text == "-":
+        options.text = " ".join(read_text("-", "Give a few words.").split())
     if options.json not in (None, "-"):
         writable("json", Path(options.json), ".json")
     _refuse_what_does_not_go_together(options)

@@ -52,7 +52,10 @@ def _dot(record: Mapping[str, Any], width: int) -> list[Line]:
     if len(table) > MOST:
         lines += _paragraph(f"… {len(table) - MOST} more; --json has all.", width, "dim", INDENT)
     lines += [[], [("2  ", "dim"), ("q·k, their sum", "bold cyan")]]
-    lines.append([(INDENT, ""), (exact(record["product"]), "bold")])
+    product = exact(record["product"])
+    lines.append([(INDENT, ""), (product, "bold")])
+    if product == "?":
+        lines += _paragraph("∞ − ∞ has no value: these numbers are too large for float64.", width, "dim", INDENT)
     d = record["d_k"]
     lines += [[], [("3  ", "dim"), ("q·k / √d_k", "bold cyan")]]
     lines += _paragraph(f"Both have d_k = {d} numbers: divided by √{d} = {number(d**0.5, 6)}.", width, "dim", INDENT)
