@@ -838,6 +838,23 @@ def test_text_has_no_escape_codes(checkup):
     assert "layers.1" in text
 
 
+def test_a_loss_that_is_no_number_decides_nothing():
+    checkup = check(Model(), batch(), loss=lambda output: loss_of(output) * math.nan, trained=True)
+    [finding] = [f for f in checkup if f.rule == "cannot-tell"]
+    assert (finding.severity, finding.where) == ("information", {})
+    assert "no pressure could be measured" in finding.headline
+    assert "Not decided" in str(checkup)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 3, 4])
+def test_few_sequences_decide_nothing(sequences):
+    # Small enough to be at rest: what the fifth part of a nat cannot tell is not the question here.
+    checkup = check(Model(), batch(sequences), loss=lambda output: loss_of(output) / 1e3, trained=True)
+    told = [f.headline for f in checkup if f.rule == "cannot-tell"]
+    assert len(told) == (sequences < 4)
+    assert ("Not decided" in str(checkup)) == ("Healthy" not in str(checkup)) == (sequences < 4)
+
+
 # -- what a model says of itself -------------------------------------------------------------------------------------
 
 

@@ -363,10 +363,10 @@ def test_pressure_of_all_layers_together(sign, rule):
     assert finding.where == {f"layers.{n}": () for n in range(8)}
     assert finding.evidence["pressure"] == pytest.approx(sign * 0.3008)
     assert finding.evidence["t"] == pytest.approx(sign * 20 * math.sqrt(8))
-    assert found(0.0374) == []
+    assert grave(found(0.0374)) == []
     # Sure of none by itself, and of all together.
     assert grave(diagnose([pressed(v, sign * 0.1, 2) for v in sites(8)], trained=True)) == [(rule, "error")]
-    assert diagnose([pressed(v, sign * 0.1, 1.7) for v in sites(8)], trained=True) == []
+    assert grave(diagnose([pressed(v, sign * 0.1, 1.7) for v in sites(8)], trained=True)) == []
 
 
 def test_one_layer_too_hot_and_another_too_cold():
@@ -643,6 +643,67 @@ def test_cannot_tell_the_temperature(trained, said):
         assert (finding.rule, finding.severity, finding.where) == ("cannot-tell", "information", {})
         assert said in finding.headline
     assert diagnose(healthy(), trained=trained) == []  # without pressure there is nothing to explain
+
+
+@pytest.mark.parametrize(
+    ("pressure", "t", "sequences", "said"),
+    [
+        (-2.5, -227, 2, "2 sequences are too few to judge the temperature by."),
+        (-0.01, -1, 3, "3 sequences are too few to judge the temperature by."),
+        (0.01, 1, 4, None),  # 0.01 ± 0.01
+        (0.1, 1.01, 8, None),  # 0.1 ± 0.099
+        (0.1, 0.99, 8, "The pressure is not known well enough to judge the temperature by."),  # 0.1 ± 0.101
+        (-0.21, -0.5, 8, "The pressure is not known well enough to judge the temperature by."),
+        (-0.8, -4.8, 8, "The pressure is not known well enough to judge the temperature by."),
+    ],
+)
+def test_cannot_tell_the_temperature_from_so_little(pressure, t, sequences, said):
+    layers = [pressed(healthy(), pressure, t, sequences), healthy("layers.1")]
+    findings = diagnose(layers, trained=True)
+    assert [f.headline for f in findings] == ([] if said is None else [said])
+    for finding in findings:
+        assert (finding.rule, finding.severity, finding.where) == ("cannot-tell", "information", {})
+        assert finding.evidence["sequences"] == sequences
+        assert finding.evidence["pressure"] == pytest.approx(pressure)
+        assert finding.evidence["pressure_error"] == pytest.approx(pressure / t)
+        assert "more" in finding.remedy
+    # While a model trains the pressure need not be zero.
+    moving = [replace(v, site=replace(v.site, training=True)) for v in layers]
+    assert diagnose(moving, trained=True) == []
+
+
+def test_cannot_tell_the_temperature_from_one_sequence():
+    one = replace(pressed(healthy(), -2.5, 9, 1), total_pressure_spread=np.zeros(1))
+    [finding] = diagnose(one, trained=True)
+    assert finding.headline == "1 sequence is too few to judge the temperature by."
+    assert "pressure_error" not in finding.evidence
+
+
+def test_too_little_is_said_of_odd_scales_too():
+    """A factor that all layers share may be meant; a pressure that might have told is then worth asking for."""
+    layers = [pressed(v, 0.8, 200, 2) for v in sites(3, effective_scale=3 * ROOT)]
+    assert rules(diagnose(layers, trained=True)) == ["scale-wrong", "cannot-tell"]
+    assert rules(diagnose([pressed(v, 0.8, 200) for v in sites(3)], trained=True)) == ["cold"]
+
+
+@pytest.mark.parametrize(("keys", "fires"), [(7.9, True), (8.0, False), (np.nan, True)])
+def test_cannot_tell_the_temperature_from_short_sequences(keys, fires):
+    short = with_fields(pressed(healthy(), 0.01, 1), visible_keys=keys)
+    findings = diagnose(short, trained=True)
+    assert [f.headline for f in findings] == ["The sequences are too short to judge the temperature by."] * fires
+    # A layer with few keys by design, beside one that has enough.
+    assert diagnose([short, pressed(healthy("layers.1"), 0.01, 1)], trained=True) == []
+    # What is found all the same is said instead.
+    assert rules(diagnose(with_fields(pressed(healthy(), 0.4, 9), visible_keys=keys), trained=True)) == ["cold"]
+
+
+def test_numbers_in_sentences_have_the_minus_of_the_report():
+    [finding] = diagnose(pressed(healthy(), -2.27, 50), trained=True)
+    assert "pressure −2.27 ± 0.045." in finding.headline
+    [finding] = diagnose(healthy(effective_scale=-ROOT))
+    assert "is −0.25, −1 times" in finding.headline
+    assert "by −1 beyond" in finding.cause
+    assert "q by -1 " in finding.remedy  # which is to be typed
 
 
 # -- over time -------------------------------------------------------------------------------------------------------

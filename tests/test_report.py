@@ -179,6 +179,78 @@ def test_verdicts():
     assert "temperature" not in verdict(pressure_error=0.001)[1]
 
 
+def told(**fields) -> dict:
+    """A record as `check` makes it: the pressure is that of its sequences."""
+    model = {"name": "M", "trained": fields.pop("trained", True)}
+    n = fields.pop("sequences", 4)
+    return checkup(model=model, sequences=n, sequence_pressure=[fields.get("pressure", -0.04)] * n) | fields
+
+
+def whole(headline: str, **fields) -> dict:
+    return finding("cannot-tell", headline=headline, remedy="Give more.", **fields)
+
+
+@pytest.mark.parametrize(
+    ("record", "sentence", "note"),
+    [
+        ({"findings": [whole("2 are too few.")], "sequences": 2}, "2 are too few.", "Give more."),
+        ({"findings": [whole("It cannot be told.")], "trained": None}, "It cannot be told.", "Give more."),
+        # Measured as wrong, whatever the findings say.
+        ({"pressure": -2.53, "pressure_error": 0.011, "sequences": 2}, "does not show", "more of them"),
+        ({"pressure": -2.53, "pressure_error": 0.011}, "does not show", "more of them"),
+        ({"pressure": -0.21, "pressure_error": 0.42}, "does not show", "more of them"),
+        ({"pressure": -0.04, "pressure_error": None, "sequences": 1}, "does not show", "more of them"),
+        # Nothing is known of any layer's scale.
+        ({"findings": [whole("None.", where={f"model.layers.{i}.self_attn": [] for i in range(4)})],
+          "trained": False}, "None.", "Give more."),
+    ],
+)  # fmt: skip
+def test_what_was_not_decided_is_not_called_healthy(record, sentence, note):
+    shown = _view.view(told(**record))
+    verdict = shown["verdict"]
+    assert (verdict["severity"], verdict["lead"]) == ("unknown", "Not decided")
+    assert sentence in verdict["sentence"]
+    assert verdict["notes"][0].startswith("Otherwise no error and no warning.")
+    assert note in verdict["notes"][0]
+    assert "right temperature" not in shown["pressure"]["reading"]
+    for render in RENDERINGS.values():
+        text = render(told(**record))
+        assert "Not decided" in text
+        assert "Healthy" not in text
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"pressure": 0.0, "pressure_error": 0.0},
+        {"pressure": -0.2, "pressure_error": 0.02},
+        {"findings": [whole("Not of these weights.")], "trained": False},
+        {"findings": [whole("One.", where={"model.layers.1.self_attn": []})]},
+        {"findings": [whole("None.", where={f"model.layers.{i}.self_attn": [] for i in range(4)})]},
+    ],
+)
+def test_what_was_decided_is_called_healthy(record):
+    assert _view.view(told(**record))["verdict"]["lead"] == "Healthy"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "sequences", "reading"),
+    [
+        (-2.53, 0.011, 2, "a larger scale would lower the loss, if it holds on more sequences"),
+        (-2.53, 0.011, 4, "a larger scale would lower the loss"),
+        (0.2, 0.02, 4, "a smaller scale would lower the loss, but hardly"),
+        (-0.01, 0.01, 2, "zero within its error, if it holds on more sequences"),
+        (-0.01, 0.01, 4, "zero within its error, as at the right temperature"),
+        (-0.21, 0.42, 4, "zero within its error"),
+        (0.0, 0.0, 4, "zero, as at the right temperature"),
+    ],
+)
+def test_the_reading_of_the_pressure(value, error, sequences, reading):
+    shown = _view.view(told(pressure=value, pressure_error=error, sequences=sequences))
+    assert shown["pressure"]["reading"] == reading
+
+
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [([], ""), ([3], "3"), ([1, 2, 5], "1, 2, 5"), ([2, 3, 4, 9], "2–4, 9"), ([5, 4, 3, 3], "3–5")],

@@ -14,19 +14,32 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import _symptoms
-from ._finding import COLLAPSED, SEVERITIES, Finding, found, mean_of, places_of, working_heads
+from ._finding import (
+    COLLAPSED,
+    SEQUENCES,
+    SEVERITIES,
+    SIZE_IN_ALL,
+    Finding,
+    found,
+    mean_of,
+    number,
+    places_of,
+    settled,
+    working_heads,
+)
 from ._vitals import Site, Vitals
 
 SAME = 0.02
 """Two scales this close are one: 16-bit factors are rounded."""
 REJECTS = 5.0
 """Standard errors from zero at which a pressure counts."""
-SEQUENCES = 4
-"""The fewest sequences from which a standard error is taken seriously."""
+FEW_KEYS = 8.0
+"""Keys a row sees on average, from which a pressure tells: of SmolLM2 with its scale halved it is zero at 4 keys and
+at 7, and shows at 13."""
 PROBE_GAIN = 0.02
 """The share of the loss that another scale must save."""
-SIZE_AT_SITE, SIZE_IN_ALL = 0.05, 0.3
-"""Nats per e-fold of the scale: a healthy trained model shows up to 0.03 at single layers, however many errors away."""
+SIZE_AT_SITE = 0.05
+"""Nats per e-fold of one layer's scale: healthy trained models show up to 0.03, however many errors away."""
 
 
 def diagnose(
@@ -128,8 +141,8 @@ def _mistake(site: Site) -> _Mistake | None:
         cause = "The width of the model was taken for that of a head; a dot product sums over a head only."
         return _Mistake("scale-wrong", True, f"1/√d_model with d_model {site.model_dim}", cause)
     known = any(_close(factor, round_factor) for round_factor in (2.0, 0.5))
-    cause = f"Something multiplies the scores by {factor:.4g} beyond that."
-    return _Mistake("scale-wrong", known, f"{factor:.4g} times as much as it should be", cause)
+    cause = f"Something multiplies the scores by {number(factor)} beyond that."
+    return _Mistake("scale-wrong", known, f"{number(factor)} times as much as it should be", cause)
 
 
 def _scale(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]:
@@ -160,7 +173,7 @@ def _scale(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]:
             rule,
             severity,
             {v.site.path: () for v in vitals},
-            f"The effective scale of {places} is {effective:.4g}, {what}; {_wanted(site, expected)}.",
+            f"The effective scale of {places} is {number(effective)}, {what}; {_wanted(site, expected)}.",
             evidence={
                 "effective_scale": effective,
                 "expected_scale": expected,
@@ -193,7 +206,7 @@ def _scale(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]:
 def _wanted(site: Site, expected: float) -> str:
     if site.declared_scale is None:
         return f"1/√d_k is {expected:.4g}"
-    return f"{expected:.4g} is declared ({site.declared_by})"
+    return f"{number(expected)} is declared ({site.declared_by})"
 
 
 def _unclear(site: Site) -> bool:
@@ -254,21 +267,20 @@ def of_probe(losses: Sequence[tuple[float, float]], trained: bool | None) -> Ite
 
 def _together(vitals: Iterable[Vitals]) -> tuple[float, float, float | None]:
     """(pressure, error, t) of Sites together; t is None where there were too few sequences."""
-    total, variance, enough = 0.0, 0.0, False
-    for v in vitals:
-        if v.weights["total_pressure"][0] >= SEQUENCES:
-            enough = True
-            total += float(v.total_pressure[0])
-            variance += float(v.total_pressure_error[0]) ** 2
-    error = math.sqrt(variance)
-    return total, error, total / error if enough and error > 0 else None
+    total, error = _sum(v for v in vitals if v.weights["total_pressure"][0] >= SEQUENCES)
+    return total, error, total / error if error > 0 else None
+
+
+def _sum(vitals: Iterable[Vitals]) -> tuple[float, float]:
+    pairs = [(float(v.total_pressure[0]), float(v.total_pressure_error[0])) for v in vitals]
+    return sum(pressure for pressure, _ in pairs), math.sqrt(sum(error**2 for _, error in pairs))
 
 
 def _temperature(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]:
-    """The findings hot and cold: the pressure rejects zero though the scale is as declared."""
-    right = [v for v in sites if _mistake(v.site) is None]
-    if not trained or not right:
+    """The findings hot and cold: the pressure rejects zero though the scale is as declared; or that it cannot tell."""
+    if not trained:
         return
+    right = [v for v in sites if _mistake(v.site) is None]
     pressed = []
     for v in right:
         pressure, _, t = _together([v])
@@ -291,7 +303,7 @@ def _temperature(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]
             "error" if in_all else "warning",
             {v.site.path: () for v in group},
             f"The loss would fall if the scale of {places_of(group)} were {'smaller' if cold else 'larger'}: "
-            f"pressure {pressure:+.3g} ± {error:.2g}.",
+            f"pressure {number(pressure, '+.3g')} ± {error:.2g}.",
             evidence={"pressure": pressure, "pressure_error": error, "t": t},
             cause=(
                 f"Attention is too {'sharp' if cold else 'flat'} for these weights though the scale is as it should "
@@ -300,6 +312,51 @@ def _temperature(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]
             ),
             remedy="Compare q and k with the original weights; a probe (probe=True) shows where the loss is least.",
         )
+    if not groups:
+        yield from _too_little(sites)
+
+
+def _too_little(sites: list[Vitals]) -> Iterator[Finding]:
+    """cannot-tell, where the pressure would not have shown a temperature that counts as wrong."""
+    measured = [v for v in sites if np.isfinite(v.total_pressure[0]) and not v.site.training]
+    if not measured:
+        return
+    sequences = max(int(v.weights["total_pressure"][0]) for v in measured)
+    keys = max((mean for v in measured if math.isfinite(mean := mean_of(v.visible_keys))), default=1.0)
+    few = sequences < SEQUENCES
+    pressure, error = _sum(measured) if few else _together(measured)[:2]
+    if few:
+        headline = f"{sequences} {'sequence is' if sequences == 1 else 'sequences are'} too few"
+        cause = f"The standard error of the pressure is taken over sequences, and means little below {SEQUENCES}."
+        remedy = f"Give {SEQUENCES} or more: a longer text, or a larger batch."
+    elif keys < FEW_KEYS:
+        headline = "The sequences are too short"
+        cause = f"A row sees {keys:.2g} keys on average: with so few to choose from, any temperature is much the same."
+        remedy = "Give longer sequences."
+    elif not settled(pressure, error, sequences) and abs(pressure) <= max(SIZE_IN_ALL, REJECTS * error):
+        headline = "The pressure is not known well enough"
+        cause = (
+            f"Within two standard errors it may be beyond {SIZE_IN_ALL}, where a fault begins; to show one takes "
+            f"{REJECTS:.0f} errors from zero as well."
+        )
+        remedy = "Give longer sequences, or more of them."
+    else:
+        # Known: too small to count, or so large that what explains it is a finding of its own.
+        return
+    yield found(
+        "cannot-tell",
+        "information",
+        {},
+        f"{headline} to judge the temperature by.",
+        evidence={
+            "pressure": pressure,
+            "pressure_error": error if math.isfinite(error) else None,
+            "sequences": sequences,
+            "visible_keys": keys,
+        },
+        cause=cause,
+        remedy=remedy,
+    )
 
 
 RULES: tuple[Callable[[list[Vitals], bool | None], Iterator[Finding]], ...] = (

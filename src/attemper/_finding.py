@@ -20,6 +20,12 @@ SINK = 0.3
 """The weight on the first key from which a head counts as resting there."""
 COLLAPSED = 0.05
 """The normalised entropy and flow below which a head has committed to one key."""
+SEQUENCES = 4
+"""The fewest sequences from which a standard error is taken seriously."""
+SIZE_IN_ALL = 0.3
+"""Nats per e-fold of the scale, of all layers together: the pressure from which a temperature counts as wrong."""
+TELLING = 2.0
+"""Standard errors from zero below which a pressure is called zero."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,11 @@ def found(rule: str, severity: str, where: Mapping[str, tuple[int, ...]], headli
     )
 
 
+def settled(pressure: float, error: float, sequences: int) -> bool:
+    """Whether a pressure of all layers is known to be too small to count: then trained weights are at their scale."""
+    return sequences >= SEQUENCES and abs(pressure) + TELLING * error <= SIZE_IN_ALL
+
+
 def working_heads(v: Vitals) -> NDArray[np.bool_]:
     """The heads that had a choice, and do not rest on the first key."""
     return np.asarray((v.weights["flow"] > 0) & ~(v.first_key_weight >= SINK))
@@ -92,6 +103,12 @@ def head_count(where: Mapping[str, tuple[int, ...]], sites: Iterable[Vitals]) ->
 def mean_of(values: NDArray[Any]) -> float:
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if finite.size else math.nan
+
+
+def number(value: float, form: str = ".4g") -> str:
+    """As a sentence shows it: with the minus of the report. What a reader is to type keeps the hyphen."""
+    text = format(value, form)
+    return f"−{text[1:]}" if text.startswith("-") else text
 
 
 def places_of(vitals: Sequence[Vitals]) -> str:

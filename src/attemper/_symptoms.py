@@ -231,8 +231,9 @@ def no_pressure() -> Finding:
         "information",
         {},
         "There is a loss, but no pressure could be measured.",
-        cause="No gradient reached q: reentrant checkpointing, inference mode, or a loss that does not depend on it.",
-        remedy="Run it outside inference mode, with use_reentrant=False, and with a loss of the model's output.",
+        cause="No finite gradient reached q: reentrant checkpointing, inference mode, or a loss that is not finite or "
+        "does not depend on it.",
+        remedy="Run it outside inference mode, with use_reentrant=False, and with a finite loss of the output.",
     )
 
 

@@ -84,7 +84,7 @@ def check(
     unseen = {**session.unseen, **run.failures}
     pressure = _sequence_pressure(session) if gradients else ()
     findings = diagnose(vitals, trained=trained, unseen=unseen)
-    if value is not None and vitals and not pressure:
+    if value is not None and vitals and not any(map(math.isfinite, pressure)):
         findings.append(no_pressure())
     findings.extend(finding for finding in of_probe(losses, trained) if finding.rule not in {f.rule for f in findings})
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import OptionError, explain
-from .._finding import SEVERITIES
+from .._finding import SEQUENCES, SEVERITIES, SIZE_IN_ALL, TELLING, settled
 from ._glossary import MAPPED, SITE_TERMS, TERMS, Term
 from ._numbers import MISSING, aligned, clean, finite, large, number, plain, plural, real, shown, spread, with_error
 from ._where import Group, Place, describe, locate, resolve
@@ -16,9 +16,6 @@ SCHEMA = "attemper.checkup/1"
 
 COLUMNS = ("normalized_entropy", "flow", "first_key_weight", "max_logit", "score_std", "gradient_flow")
 """The vitals of the table of sites, over the heads."""
-
-TELLING = 2.0
-"""Standard errors from zero below which a pressure is called zero."""
 
 TOLERANCE = 0.01
 """How far, relatively, an effective scale may be from its reference before the scales get a plot."""
@@ -192,14 +189,16 @@ def _pressure(record: Mapping[str, Any]) -> dict[str, Any] | None:
     if value is None:
         return None
     t = value / error if error else None
-    if t is not None and abs(t) < TELLING:
-        reading = "zero within its error, as at the right temperature"
-    elif value == 0:
-        reading = "zero, as at the right temperature"
-    else:
-        lower = "a smaller scale would lower the loss" if value > 0 else "a larger scale would lower the loss"
-        reading = lower if t is not None else f"{lower}, if it holds on more sequences"
     n = len(record["sequence_pressure"])
+    few = n < SEQUENCES or error is None
+    open_ = not record["model"].get("trained") or any(map(_of_the_temperature, record["findings"]))
+    sure = not (few or open_) and settled(value, error or 0.0, n)
+    if value == 0 or (t is not None and abs(t) < TELLING):
+        reading = "zero" if value == 0 else "zero within its error"
+        reading += ", if it holds on more sequences" if few else ", as at the right temperature" if sure else ""
+    else:
+        reading = "a smaller scale would lower the loss" if value > 0 else "a larger scale would lower the loss"
+        reading += ", if it holds on more sequences" if few else ", but hardly" if abs(value) <= SIZE_IN_ALL else ""
     over = f"over {plural(n, 'sequence')}"
     return {
         "value": value,
@@ -209,6 +208,7 @@ def _pressure(record: Mapping[str, Any]) -> dict[str, Any] | None:
         "t_text": None if t is None else f"t = {number(t, 3)} {over}",
         "over": over,
         "reading": reading,
+        "sure": sure,
     }
 
 
@@ -260,6 +260,11 @@ def _verdict(record: Mapping[str, Any], pressure: Mapping[str, Any] | None) -> d
         return {"severity": worst, "lead": " and ".join(grave), "sentence": first, "notes": notes}
     if not record["vitals"]:
         return {"severity": "unknown", "lead": "Nothing read", "sentence": "no attention was seen.", "notes": notes}
+    unclear = _undecided(record, pressure)
+    if unclear is not None:
+        sentence, remedy = unclear
+        notes.insert(0, f"Otherwise no error and no warning. {remedy}")
+        return {"severity": "unknown", "lead": "Not decided", "sentence": sentence, "notes": notes}
     if record["model"].get("trained") is False:
         sentence = "no error and no warning in this untrained model."
     elif pressure is None:
@@ -270,6 +275,27 @@ def _verdict(record: Mapping[str, Any], pressure: Mapping[str, Any] | None) -> d
     else:
         sentence = "no error and no warning."
     return {"severity": "healthy", "lead": "Healthy", "sentence": sentence, "notes": notes}
+
+
+def _of_the_temperature(finding: Mapping[str, Any]) -> bool:
+    return finding["rule"] == "cannot-tell" and not finding["where"]
+
+
+def _undecided(record: Mapping[str, Any], pressure: Mapping[str, Any] | None) -> tuple[str, str] | None:
+    """What keeps a model without fault from being called healthy, and what to do about it."""
+    trained = record["model"].get("trained")
+    sure = bool(pressure and pressure["sure"])
+    paths = {v["site"].get("path") for v in record["vitals"]}
+    for finding in record["findings"]:
+        # Untrained weights have no right temperature; what can be wrong with them is the scale.
+        if _of_the_temperature(finding) and trained is not False:
+            return finding["headline"], finding["remedy"]
+        if finding["rule"] == "cannot-tell" and paths <= set(finding["where"]) and not sure:
+            return finding["headline"], finding["remedy"]
+    # The errors of the findings are summed over the sites; the one that is shown may be wider.
+    if trained and pressure and not sure:
+        return "The pressure does not show that the temperature is right.", "Give longer sequences, or more of them."
+    return None
 
 
 def _numbers(
