@@ -13,6 +13,7 @@ import torch
 import transformers
 
 import attemper
+from attemper import Reading, Site, Vitals
 from attemper._checkup import Checkup
 from attemper._diagnose import Finding
 from attemper.cli import main
@@ -36,6 +37,9 @@ def ends():
 
 def wrong():
     return nn.Linear(3, 4), torch.ones(2, 5)
+
+def linear():
+    return nn.Linear(3, 4), torch.ones(2, 3)
 
 def full():
     class Full(nn.Module):
@@ -61,7 +65,8 @@ def stub(monkeypatch):
             calls.append((model, inputs, {"name": name, **options}))
             progress("forward", 1, 2)
             findings = tuple(map(finding, severities))
-            return Checkup(model={"name": name, "kind": "Linear"}, vitals=(), findings=findings)
+            seen = Vitals.of(Reading(backend=""), Site(path="attn", heads=1))
+            return Checkup(model={"name": name, "kind": "Linear"}, vitals=(seen,), findings=findings)
 
         monkeypatch.setattr(attemper, "check", check, raising=False)
         return calls
@@ -90,6 +95,18 @@ class TestExitStatus:
         stub(*found)
         assert main(["check", "zoo:make", "--json", *(["--fail-on", level] if level else [])]) == status
         assert [f["severity"] for f in json.loads(capsys.readouterr().out)["findings"]] == found
+
+    @pytest.mark.parametrize(("level", "status"), [(None, 2), ("error", 2), ("warning", 2), ("never", 0)])
+    def test_a_model_of_which_nothing_was_read_does_not_pass(self, capsys, level, status):
+        arguments = ["check", "zoo:linear", "--json", "--html", "report.html"]
+        assert main([*arguments, *(["--fail-on", level] if level else [])]) == status
+        out, err = capsys.readouterr()
+        assert json.loads(out)["vitals"] == []
+        assert "wrote report.html\n" in err
+        assert err.endswith(
+            "attemper: No attention was seen, so nothing was checked.\n"
+            "  Check the module that holds the attention; docs/watch.md says what is seen.\n"
+        )
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -11,7 +11,19 @@ from .._errors import OptionError, explain
 from .._finding import SEVERITIES
 from .._models import DTYPES, SEQUENCES, TOKENS, Loaded, load, read_text
 from .._progress import Progress
-from ._shared import FOUND, OK, count, open_console, quieten, save, say, show_progress, warnings_in_words, writable
+from ._shared import (
+    FOUND,
+    OK,
+    USAGE,
+    count,
+    open_console,
+    quieten,
+    save,
+    say,
+    show_progress,
+    warnings_in_words,
+    writable,
+)
 
 if TYPE_CHECKING:
     from .._checkup import Checkup
@@ -29,7 +41,10 @@ examples:
   attemper check train.model:build --json | jq .findings
 """
 
-_FAIL_ON = "exit with 1 on a finding of this level or a graver one: error, warning or never (default: error)"
+_FAIL_ON = (
+    "exit with 1 on a finding of this level or a graver one, and with 2 where no attention was seen: error, warning or "
+    "never (default: error)"
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -93,7 +108,14 @@ def run(options: argparse.Namespace) -> int:
     for path in (options.html, options.json):
         if path not in (None, "-"):
             say(f"wrote {save(Path(path), checkup.save)}")
-    return FOUND if _reaches(checkup.worst(), options.fail_on) else OK
+    if _reaches(checkup.worst(), options.fail_on):
+        return FOUND
+    if checkup.vitals:
+        return OK
+    # A model of which nothing was checked must not pass for one that was.
+    fix = "Check the module that holds the attention; docs/watch.md says what is seen."
+    say(f"attemper: {explain('No attention was seen, so nothing was checked.', fix)}")
+    return OK if options.fail_on == "never" else USAGE
 
 
 def _run(loaded: Loaded, *, probe: bool, progress: Progress) -> Checkup:
