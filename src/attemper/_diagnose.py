@@ -267,13 +267,14 @@ def of_probe(losses: Sequence[tuple[float, float]], trained: bool | None) -> Ite
 
 def _together(vitals: Iterable[Vitals]) -> tuple[float, float, float | None]:
     """(pressure, error, t) of Sites together; t is None where there were too few sequences."""
-    total, error = _sum(v for v in vitals if v.weights["total_pressure"][0] >= SEQUENCES)
-    return total, error, total / error if error > 0 else None
-
-
-def _sum(vitals: Iterable[Vitals]) -> tuple[float, float]:
-    pairs = [(float(v.total_pressure[0]), float(v.total_pressure_error[0])) for v in vitals]
-    return sum(pressure for pressure, _ in pairs), math.sqrt(sum(error**2 for _, error in pairs))
+    total, variance, enough = 0.0, 0.0, False
+    for v in vitals:
+        if v.weights["total_pressure"][0] >= SEQUENCES:
+            enough = True
+            total += float(v.total_pressure[0])
+            variance += float(v.total_pressure_error[0]) ** 2
+    error = math.sqrt(variance)
+    return total, error, total / error if enough and error > 0 else None
 
 
 def _temperature(sites: list[Vitals], trained: bool | None) -> Iterator[Finding]:
@@ -324,16 +325,19 @@ def _too_little(sites: list[Vitals]) -> Iterator[Finding]:
     sequences = max(int(v.weights["total_pressure"][0]) for v in measured)
     keys = max((mean for v in measured if math.isfinite(mean := mean_of(v.visible_keys))), default=1.0)
     few = sequences < SEQUENCES
-    pressure, error = _sum(measured) if few else _together(measured)[:2]
+    pressure, error, _ = _together(measured)
+    evidence: dict[str, float] = {"sequences": sequences}
     if few:
         headline = f"{sequences} {'sequence is' if sequences == 1 else 'sequences are'} too few"
         cause = f"The standard error of the pressure is taken over sequences, and means little below {SEQUENCES}."
         remedy = f"Give {SEQUENCES} or more: a longer text, or a larger batch."
     elif keys < FEW_KEYS:
+        evidence["visible_keys"] = keys
         headline = "The sequences are too short"
         cause = f"A row sees {keys:.2g} keys on average: with so few to choose from, any temperature is much the same."
         remedy = "Give longer sequences."
     elif not settled(pressure, error, sequences) and abs(pressure) <= max(SIZE_IN_ALL, REJECTS * error):
+        evidence |= {"pressure": pressure, "pressure_error": error}
         headline = "The pressure is not known well enough"
         cause = (
             f"Within two standard errors it may be beyond {SIZE_IN_ALL}, where a fault begins; to show one takes "
@@ -348,12 +352,7 @@ def _too_little(sites: list[Vitals]) -> Iterator[Finding]:
         "information",
         {},
         f"{headline} to judge the temperature by.",
-        evidence={
-            "pressure": pressure,
-            "pressure_error": error if math.isfinite(error) else None,
-            "sequences": sequences,
-            "visible_keys": keys,
-        },
+        evidence=evidence,
         cause=cause,
         remedy=remedy,
     )
