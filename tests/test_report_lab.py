@@ -499,7 +499,7 @@ def test_the_page_asks_nothing_of_a_network():
     assert set(re.findall(r"https?://[^\"'\s<]*", text)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"src\s*=", text.replace("img-src", ""))
     assert all(link.startswith(("#", "data:,")) for link in Checker(text).links)
-    assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|EventSource|sendBeacon|localStorage|import\()", text)
+    assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|EventSource|sendBeacon|sessionStorage|import\()", text)
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy

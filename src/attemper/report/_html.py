@@ -15,7 +15,7 @@ from ._numbers import plain
 from ._terminal import to_text
 from ._view import view
 
-MODULES = ("format", "colours", "elements", "plots", "map", "detail", "page")
+MODULES = ("format", "theme", "colours", "elements", "plots", "map", "detail", "page")
 """The front end's modules, each after those that it imports."""
 
 # Served over a network, a page without an icon has the browser ask for one.

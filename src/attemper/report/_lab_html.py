@@ -24,7 +24,7 @@ from ._lab_view import (
 )
 from ._numbers import clean, plain, plural
 
-MODULES = ("format", "lab")
+MODULES = ("format", "theme", "lab")
 """The script's modules, each after those that it imports."""
 
 LONG = 12

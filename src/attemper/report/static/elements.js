@@ -89,7 +89,11 @@ const tip = el("div", { class: "tip", role: "presentation", hidden: true });
 
 /** Show the tooltip beside a point of the window, inside the window. */
 export function showTip(x, y, ...children) {
-  if (!tip.isConnected) document.body.append(tip);
+  if (!tip.isConnected) {
+    document.body.append(tip);
+    // It stands where the window was, not where the page has gone.
+    addEventListener("scroll", hideTip, { capture: true, passive: true });
+  }
   tip.replaceChildren(...children.flat());
   tip.hidden = false;
   const { width, height } = tip.getBoundingClientRect();
@@ -102,13 +106,6 @@ export function showTip(x, y, ...children) {
 
 export function hideTip() {
   tip.hidden = true;
-}
-
-/** "light" or "dark"; paper is always light. */
-export function theme() {
-  if (matchMedia("print").matches) return "light";
-  const chosen = document.documentElement.dataset.theme;
-  return chosen || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 }
 
 export const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -2,6 +2,7 @@
 // Without it the page reads the same.
 
 import { asJSON, asPython } from "./format.js";
+import { themeButton } from "./theme.js";
 
 async function putOnClipboard(text) {
   try {
@@ -88,24 +89,6 @@ function toolsFor(node, path, data) {
   return [word, ...buttons];
 }
 
-function themeSwitch() {
-  const root = document.documentElement;
-  const dark = () => (root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const button = document.createElement("button");
-  button.type = "button";
-  button.className = "quiet";
-  const name = () => {
-    button.textContent = dark() ? "Light" : "Dark";
-    button.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
-  };
-  button.addEventListener("click", () => {
-    root.dataset.theme = dark() ? "light" : "dark";
-    name();
-  });
-  name();
-  return button;
-}
-
 /** A link into something folded up opens it; the contents show where one is. */
 function follow(document) {
   const links = new Map([...document.querySelectorAll(".contents a")].map((a) => [a.hash.slice(1), a]));
@@ -126,7 +109,7 @@ export function start(data, document) {
     node.classList.add("copies");
     node.append(...toolsFor(node, node.dataset.tools, data));
   }
-  document.querySelector(".bar").append(themeSwitch());
+  document.querySelector(".bar").append(themeButton());
   follow(document);
   // Paper cannot unfold: everything is open while it prints.
   let shut = [];

@@ -2,7 +2,8 @@
 
 import { colour, css } from "./colours.js";
 import { known, labelEvery, shown } from "./format.js";
-import { el, hideTip, responsive, showTip, svg, theme, variable } from "./elements.js";
+import { theme } from "./theme.js";
+import { el, hideTip, responsive, showTip, svg, variable } from "./elements.js";
 
 const LARGEST_CELL = 40;
 const TALLEST = { across: 400, down: 620 };
@@ -23,7 +24,9 @@ export class HeadMap {
     this.vital = view.vitals[0];
     this.stretched = false;
     this.marked = null;
+    // Where the keyboard is, and the head beside the map, which a click or Enter chose.
     this.cursor = null;
+    this.opened = null;
     this.announcer = el("p", { class: "offscreen", "aria-live": "polite" });
     this.legend = el("div", { class: "legend" });
     this.charts = view.groups.map((group) => this.chart(group));
@@ -38,6 +41,11 @@ export class HeadMap {
   value(site, head) {
     const values = this.record.vitals[site][this.vital.name] || [];
     return known(this.vital, values[head]);
+  }
+
+  /** The head that the map points at. */
+  get pointed() {
+    return this.charts.some(({ canvas }) => canvas === document.activeElement) ? this.cursor : this.opened;
   }
 
   get domain() {
@@ -60,7 +68,8 @@ export class HeadMap {
   }
 
   select(site, head) {
-    this.cursor = site === null ? null : { site, head };
+    this.opened = site === null ? null : { site, head };
+    this.cursor = this.opened ?? this.cursor;
     this.draw();
   }
 
@@ -84,20 +93,25 @@ export class HeadMap {
     canvas.addEventListener("pointermove", (event) => {
       const found = event.pointerType === "touch" ? null : at(event);
       canvas.style.cursor = found ? "pointer" : "default";
-      if (found) this.tell(found, event.clientX, event.clientY);
+      // All there is about the opened head stands beside the map.
+      if (found && !same(found, this.opened)) this.tell(found, event.clientX, event.clientY);
       else hideTip();
     });
     canvas.addEventListener("pointerleave", hideTip);
     canvas.addEventListener("click", (event) => {
       const found = at(event);
+      hideTip();
       if (found) this.onOpen(found.site, found.head);
     });
     canvas.addEventListener("keydown", (event) => this.key(chart, event));
     canvas.addEventListener("focus", () => {
       // A click focuses too, and then selects what it hit; only the keyboard needs a place to start.
-      if (!this.cursor && canvas.matches(":focus-visible")) this.move(chart, 0, 0);
+      if (canvas.matches(":focus-visible")) this.move(chart, 0, 0);
     });
-    canvas.addEventListener("blur", hideTip);
+    canvas.addEventListener("blur", () => {
+      hideTip();
+      this.draw();
+    });
     return chart;
   }
 
@@ -173,9 +187,10 @@ export class HeadMap {
     // On cells this small a line would hide what it points at; the dimmed rest says enough.
     if (this.marked && box.gap) this.outline(pen, chart, ink);
     this.axes(pen, box, variable("--soft"));
-    const index = this.cursor ? chart.group.sites.indexOf(this.cursor.site) : -1;
+    const { pointed } = this;
+    const index = pointed ? chart.group.sites.indexOf(pointed.site) : -1;
     if (index >= 0) {
-      const [x, y] = this.position(box, index, this.cursor.head);
+      const [x, y] = this.position(box, index, pointed.head);
       pen.lineWidth = 2;
       pen.strokeStyle = variable("--paper");
       pen.strokeRect(x - 1, y - 1, w + 2, h + 2);
@@ -267,6 +282,7 @@ export class HeadMap {
       const [dx, dy] = moves[event.key];
       this.move(chart, box.down ? dy : dx, box.down ? dx : dy);
     } else if ((event.key === "Enter" || event.key === " ") && this.cursor) {
+      hideTip();
       this.onOpen(this.cursor.site, this.cursor.head);
     } else if (event.key === "Escape") {
       this.onOpen(null, null);
@@ -285,9 +301,21 @@ export class HeadMap {
     const last = this.view.sites[site].heads - 1;
     if (last < 0) return;
     const head = here < 0 ? 0 : Math.min(last, Math.max(0, this.cursor.head + heads));
-    this.onOpen(site, head);
+    this.cursor = { site, head };
+    this.draw();
     const { value, place } = this.sentence(this.cursor);
     this.announcer.textContent = `${place}: ${this.vital.label} ${value}`;
+    hideTip();
+    // The browser may scroll to what gets the focus, and does so first.
+    requestAnimationFrame(() => this.tellCursor(chart));
+  }
+
+  /** The tooltip of the keyboard: beside its cell. */
+  tellCursor({ box, canvas, group }) {
+    if (!box || !this.cursor || same(this.cursor, this.opened) || document.activeElement !== canvas) return;
+    const bounds = canvas.getBoundingClientRect();
+    const [x, y] = this.position(box, group.sites.indexOf(this.cursor.site), this.cursor.head);
+    this.tell(this.cursor, bounds.left + x + box.across - 8, bounds.top + y + box.tall - 8);
   }
 
   /** Every head's value; `finite` leaves out the missing and the infinite. */
@@ -316,7 +344,7 @@ export class HeadMap {
     }
     const missing = everyone.filter(({ value }) => value === null).length;
     const infinite = everyone.filter(({ value }) => value !== null && !Number.isFinite(value)).length;
-    const here = this.cursor ? this.value(this.cursor.site, this.cursor.head) : null;
+    const here = this.pointed ? this.value(this.pointed.site, this.pointed.head) : null;
     const marker = Number.isFinite(here) &&
       svg("rect", { x: ((here - low) / (high - low || 1)) * 48 - 0.2, y: 31, width: 0.4, height: 13, class: "marker" });
     this.legend.replaceChildren(
@@ -331,6 +359,8 @@ export class HeadMap {
     );
   }
 }
+
+const same = (one, two) => one?.site === two?.site && one?.head === two?.head;
 
 const plainly = (value) => (value === Infinity ? "inf" : value === -Infinity ? "-inf" : value);
 

@@ -1,7 +1,8 @@
 // The page: header, findings, map, plots, tables. `start` builds it from {record, view}.
 
 import { real } from "./format.js";
-import { copyButtons, el, prose, redrawAll, section, smooth, svg, theme } from "./elements.js";
+import { themeButton } from "./theme.js";
+import { copyButtons, el, prose, redrawAll, section, smooth, svg } from "./elements.js";
 import { HeadMap, keysOf } from "./map.js";
 import { Detail } from "./detail.js";
 import { pressurePlot, probePlot, scalePlots } from "./plots.js";
@@ -17,32 +18,12 @@ function mark() {
   );
 }
 
-function themeButton() {
-  const button = el("button", { type: "button", class: "quiet" });
-  const name = () => {
-    button.textContent = theme() === "dark" ? "Light" : "Dark";
-    button.setAttribute("aria-label", `Switch to ${button.textContent.toLowerCase()} colours`);
-  };
-  button.addEventListener("click", () => {
-    document.documentElement.dataset.theme = theme() === "dark" ? "light" : "dark";
-    name();
-    redrawAll();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    name();
-    redrawAll();
-  });
-  matchMedia("print").addEventListener("change", redrawAll);
-  name();
-  return button;
-}
-
 function header(record, view) {
   const { verdict } = view;
   return el(
     "header",
     { class: verdict.severity },
-    el("div", { class: "bar" }, el("span", { class: "brand" }, mark(), "attemper"), themeButton()),
+    el("div", { class: "bar" }, el("span", { class: "brand" }, mark(), "attemper"), themeButton(redrawAll)),
     el("p", { class: "eyebrow" }, "Attention checkup"),
     el("h1", {}, view.title),
     el("p", { class: "subtitle" }, view.subtitle),
@@ -129,7 +110,7 @@ function mapSection(record, view, marker) {
     all.value = name;
     if (more) more.value = rest.some((v) => v.name === name) ? name : "";
     stretchLabel.hidden = String(vital.data) === String(vital.domain);
-    if (map.cursor) detail.open(map, map.cursor.site, map.cursor.head);
+    if (map.opened) detail.open(map, map.opened.site, map.opened.head);
     else detail.overview(map);
   };
   const detail = new Detail(record, view, { onVital: choose, onOpen: open, onFinding: (finding) => marker.toggle(finding, false) });
@@ -198,11 +179,20 @@ function siteTable(view) {
     return el("th", { scope: "col", "aria-sort": "none" }, button);
   });
   fillBody();
-  return el(
+  const box = el(
     "div",
     { class: "table-box", tabindex: 0, role: "region", "aria-label": "Table of sites" },
     el("table", { class: "sites" }, el("thead", {}, el("tr", {}, heads)), body),
   );
+  const frame = el("div", { class: "table-frame" }, box);
+  // The edge may fall between two rows, or two columns: a shadow says that there are more behind it.
+  const shade = () => {
+    frame.classList.toggle("more-below", box.scrollTop + box.clientHeight < box.scrollHeight - 1);
+    frame.classList.toggle("more-beside", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  };
+  box.addEventListener("scroll", shade, { passive: true });
+  new ResizeObserver(shade).observe(box);
+  return frame;
 }
 
 /** Which finding is shown on the map, for the cards and the map alike. */
@@ -257,6 +247,8 @@ function plotSections(record, view) {
 export function start({ record, view }, root) {
   const marker = makeMarker();
   const plots = plotSections(record, view);
+  const sites = `${view.table.rows.length} ${view.table.rows.length === 1 ? "site" : "sites"}`;
+  matchMedia("print").addEventListener("change", redrawAll);
   root.append(
     header(record, view),
     el(
@@ -266,7 +258,7 @@ export function start({ record, view }, root) {
       view.vitals.length ? mapSection(record, view, marker) : null,
       plots.length ? el("div", { class: plots.length > 1 && view.groups.length < 2 ? "pair" : null }, plots) : null,
       view.table.rows.length
-        ? section("sites", "Sites", "Vitals are means over the heads; the largest logit is the largest of them.", () => view.table.rows, siteTable(view))
+        ? section("sites", "Sites", `${sites}. Vitals are means over the heads; the largest logit is the largest of them.`, () => view.table.rows, siteTable(view))
         : null,
       view.unseen.length
         ? section("unseen", "Not read", "These look like attention and could not be read.", () => record.unseen, el("dl", { class: "unseen" }, view.unseen.map((u) => [el("dt", {}, el("code", {}, u.path)), el("dd", {}, prose(u.why))])))
