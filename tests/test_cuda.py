@@ -923,6 +923,28 @@ def test_what_a_row_does_not_see_reaches_no_gradient_of_it(place):
         torch.testing.assert_close(found["v"], clean["v"])
 
 
+def test_beside_a_sink_a_nan_reaches_no_value_that_its_row_does_not_see():
+    q, k, v = three(70, 70)
+    options = {"cu_seqlens": [0, 40, 70], "sinks": torch.zeros(2, device=DEVICE)}
+    clean, _ = gradients((q, k, v), options, backend="cuda")
+    k = k.clone()
+    k[:, :, 50] = float("nan")
+    found, _ = gradients((q, k, v), options, backend="cuda")
+    torch.testing.assert_close(found["v"][:, :, :40], clean["v"][:, :, :40])
+    assert found["v"][:, :, 40:].isnan().all()
+
+
+def test_a_sink_that_is_nan_shows():
+    operands = [x.requires_grad_() for x in three()]
+    sinks = torch.tensor([0.5, float("nan")], device=DEVICE, requires_grad=True)
+    output, reading = triton_attend(*operands, sinks=sinks)
+    to_sinks = torch.autograd.grad(output.square().sum(), sinks)[0]
+    assert output[:, 1].isnan().all()
+    assert output[:, 0].isfinite().all()
+    assert (reading.nonfinite[:, 1] == 1).all()
+    assert to_sinks.isnan().tolist() == [False, True]
+
+
 def test_a_broken_row_spoils_what_it_sees_and_nothing_else():
     q, k, v = (x.requires_grad_() for x in three(70, 70))
     output = triton_attend(q, k, v, is_causal=True).output
