@@ -167,8 +167,11 @@ def _operator(problem: Problem) -> Any:
             raise no_forward_mode()
         return tiles
     operands = (problem.q, problem.k, problem.v, problem.mask, problem.scale, problem.sinks)
-    if forward_ad._current_level >= 0 and any(_has_tangent(x) for x in operands):  # noqa: SLF001
-        raise no_forward_mode()
+    if forward_ad._current_level >= 0:  # noqa: SLF001
+        # Compiled by itself it would see none. Not as its decorator: that imports the compiler.
+        has_tangent = torch.compiler.disable(_has_tangent)
+        if any(map(has_tangent, operands)):
+            raise no_forward_mode()
     return tiles if functorch_level() is None else Transformable.apply
 
 
@@ -177,7 +180,6 @@ def _any_requires_grad(problem: Problem) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in operands)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # in a compiled function no tensor has a tangent
 def _has_tangent(x: Any) -> bool:
     if not isinstance(x, Tensor):
         return False
